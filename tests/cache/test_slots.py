@@ -187,6 +187,7 @@ def test_a_write_that_is_refused_is_named_and_writes_nothing(refusal, format):
     assert_unchanged(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["bf16", "fp8_token"])
 @pytest.mark.parametrize("mode", ["backward", "forward"])
 def test_rows_with_a_derivative_are_not_written(mode, format):

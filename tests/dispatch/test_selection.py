@@ -66,7 +66,6 @@ def test_no_call_falls_from_the_gpu_to_the_cpu(op):
         selection.select(op, HOPPER, backend="cpu")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spec", selection.SPECS, ids=str)
 def test_launchers_exist_and_are_named_like_their_op(spec):
     module, function = spec.launcher.split(":")

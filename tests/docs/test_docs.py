@@ -47,6 +47,7 @@ def _no_drop_in_left_behind():
     flash_mla.uninstall()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run_and_print_what_they_say(name):

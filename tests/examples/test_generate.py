@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mlakit.integrations.transformers import attention
 from tests.examples.scripts import printed
 
@@ -14,6 +16,7 @@ def test_generate(capsys):
     assert lines[4] == "eager attention agrees"
 
 
+@pytest.mark.slow
 def test_a_checkpoint(tmp_path, capsys):
     from tests.integrations.models import build
 
@@ -21,6 +24,7 @@ def test_a_checkpoint(tmp_path, capsys):
     assert "eager attention agrees" in printed("generate", capsys, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_wrong_tokens_are_noticed(capsys, monkeypatch):
     right = attention.attention
 

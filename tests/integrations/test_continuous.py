@@ -45,6 +45,7 @@ def generate_batch(model: Any, **changes: Any) -> list[list[int]]:
     return [list(results[name].generated_tokens) for name in by_request]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not transformers.__version__.startswith(continuous.RELEASE),
     reason=f"generate_batch needs transformers {continuous.RELEASE}x",

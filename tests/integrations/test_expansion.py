@@ -36,6 +36,7 @@ def expanded_bytes(model: Any) -> int:
     return HEADS * CONTEXT * min(config.qk_nope_head_dim, config.v_head_dim) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_decode_step_does_not_expand_the_context(name):
     model = build(name, num_attention_heads=HEADS, num_key_value_heads=HEADS)
@@ -45,6 +46,7 @@ def test_a_decode_step_does_not_expand_the_context(name):
     assert largest_of_a_decode_step(model) < limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DeepseekV3", "HYV4"])
 def test_an_expansion_by_the_attention_function_is_seen(name, monkeypatch):
     monkeypatch.setattr(attention, "DECODE_THRESHOLD", 0)
@@ -54,6 +56,7 @@ def test_an_expansion_by_the_attention_function_is_seen(name, monkeypatch):
     assert largest_of_a_decode_step(model) >= expanded_bytes(model)
 
 
+@pytest.mark.slow
 def test_an_expansion_by_a_module_is_seen():
     """A patch that leaves `expand_kv` of one layer to the model must not pass."""
     model = build("DeepseekV3", num_attention_heads=HEADS, num_key_value_heads=HEADS)

@@ -57,6 +57,7 @@ def fail_once(how: str, model: Any, ids: Tensor, cache: Any) -> None:
         model(ids, past_key_values=cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["token", "hook", "interrupt"])
 @pytest.mark.parametrize("at", range(len(ENDS)))
 @pytest.mark.parametrize("name", FEW)
@@ -86,6 +87,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", FEW)
 def test_the_cache_can_be_changed_after_an_interrupt(name, change):
@@ -127,6 +129,7 @@ def test_a_failed_forward_gives_its_pages_back():
     assert allocator.num_pages - allocator.num_free_pages == used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_static_cache_after_a_failure_between_two_layers(name):
     model = build(name, **({"index_n_heads": 16} if name == "DeepseekV32" else {}))

@@ -42,6 +42,7 @@ def latent_layers(cache: DynamicCache) -> list[LatentLayer]:
     return [layer for layer in cache.layers if isinstance(layer, LatentLayer)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "page_size"),
     [
@@ -71,6 +72,7 @@ def test_greedy_with_left_padding(name, page_size):
     assert pool.allocator.page_size == page_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", thorough_but(*FEW, *OTHERS))
 def test_other_ways_to_generate(name, how):
@@ -80,6 +82,7 @@ def test_other_ways_to_generate(name, how):
     assert torch.equal(generate(model, ids, mask, **HOW[how]), eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [each for each in thorough_but(*FEW, *OTHERS) if each.values != ("KimiLinear",)]
 )
@@ -127,6 +130,7 @@ def in_steps(model: Any, ids: Tensor, mask: Tensor, ends: tuple[int, ...]) -> Te
     return torch.cat(logits, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "KimiLinear"])
 def test_padding_may_be_anywhere(name):
     """In the middle, on the right, a step with only padding for a request. The recurrent layers
@@ -152,6 +156,7 @@ def test_no_mask_is_no_padding(name):
     assert (model(ids).logits - eager).abs().max() < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_cache_goes_on_after_generate_and_reset(name):
     """A conversation: the cache of one generate() is given to the next."""
@@ -228,6 +233,7 @@ def test_unpatch_restores_the_model(name):
     assert not [key for module in model.modules() for key in module.__dict__ if "mlakit" in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_new_weights_are_seen(name):
     """In place, as load_state_dict writes, and as another parameter."""

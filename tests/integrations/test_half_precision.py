@@ -38,6 +38,7 @@ def attention_outputs(model: Any, hidden: Tensor, layer: int = 1) -> Tensor:
     return found[0][left_padding().bool().to(device)].float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "MiniCPM3"])
 def test_16_bit_models(name, dtype):

@@ -239,6 +239,7 @@ def test_gradients_of_sinks():
         model(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_forward_mode_derivatives(model, when):
     """Of any weight of an attention, also where the up-projection was used before."""

@@ -35,6 +35,7 @@ def saved(model: Any, how: str) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 @pytest.mark.parametrize("name", FEW)
 def test_a_patched_model(name, how):
@@ -69,6 +70,7 @@ def test_a_saved_model_is_not_larger():
     assert sizes[1] - sizes[0] < 10_000
 
 
+@pytest.mark.slow
 def test_another_process(tmp_path: Path):
     model, ids, mask = build("DeepseekV3"), prompts(), left_padding()
     how = {"max_new_tokens": 4, "do_sample": False}

@@ -38,6 +38,7 @@ def build_without_ties(name: str, **changes: Any) -> Any:
     return build(name, **(changes | {"index_n_heads": 16} if name in SPARSE else changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DENSE, *SPARSE])
 def test_static_cache(name):
     """By hand, after a reset, and by generate."""
@@ -53,6 +54,7 @@ def test_static_cache(name):
     assert cache.get_max_length() == 48  # whole pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPARSE)
 def test_static_cache_with_less_memory_than_a_selection(name):
     model, ids = build_without_ties(name, index_topk=64), prompts(21, batch=2)
@@ -62,6 +64,7 @@ def test_static_cache_with_less_memory_than_a_selection(name):
     assert torch.equal(decode(model, ids, cache, model), eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DeepseekV3", "DeepseekV32"])
 def test_decode_steps_are_one_graph(name):
     model, ids = build_without_ties(name), prompts(21, batch=2)
@@ -86,6 +89,7 @@ def new_weights(model: Any) -> dict[str, Tensor]:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "dtype"),
     [
@@ -133,6 +137,7 @@ def test_a_graph_sees_new_weights(how, dtype):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DeepseekV3", "DeepseekV32"])
 def test_more_tokens_than_there_is_memory_for(name):
     model, ids = build_without_ties(name), prompts(32, batch=2)

@@ -34,6 +34,7 @@ def logits(model: Any) -> Tensor:
     return torch.cat([first.logits, *steps], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("written", ["one element", "all"])
 def test_refreshed_weights(written, dtype):
@@ -54,6 +55,7 @@ def test_refreshed_weights(written, dtype):
     assert not torch.equal(found, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_write_without_refresh_weights_is_refused(name, dtype):

@@ -40,6 +40,7 @@ def served(layer: MLAAttention, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.cat(serve(layer, inputs(hidden, dtype), CHUNKS, page_size=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, LITE, SPARSE, SMALL | {"attention_bias": True}])
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
 def test_every_tensor_is_read(tmp_path, config, index):
@@ -84,6 +85,7 @@ def test_two_attentions_in_a_layer_need_a_prefix(tmp_path):
     assert layer.config.q_factor == pytest.approx(2**0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("config", [SMALL, SPARSE], ids=["dense", "sparse"])
 def test_the_ranks_add_up_to_the_layer(tmp_path, config, is_fp8):

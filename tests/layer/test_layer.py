@@ -270,6 +270,7 @@ def test_a_batch_whose_lengths_are_unknown_needs_a_plan(monkeypatch):
         layer(more, replace(batch, q_starts=torch.tensor([0, 2, 4], dtype=torch.int32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_a_decode_step_compiles_to_one_graph(config):
     layer = layer_of(config)
@@ -494,6 +495,7 @@ class QuantisedLinear(torch.nn.Module):
         self.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
 
 
+@pytest.mark.slow
 def test_quantised_modules_of_transformers():
     model = FAMILIES["deepseek_v3 half"]
     module = model.module()

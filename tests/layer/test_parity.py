@@ -36,6 +36,7 @@ def worst(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, exact, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layer_is_that_of_transformers(family):
     model = FAMILIES[family]
@@ -47,6 +48,7 @@ def test_the_layer_is_that_of_transformers(family):
     assert worst(serve(layer, x), exact) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_of_the_config_alone_is_the_same(family):
     """Scale, ε, factors and pairs follow from the config: `from_hf` does not only copy them."""
@@ -62,6 +64,7 @@ def test_a_layer_of_the_config_alone_is_the_same(family):
     assert worst(serve(layer, x), exact_results(model, module, x)) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_interleaved", [True, False], ids=["interleaved", "not interleaved"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rope_interleave_means_what_it_means_to_transformers(family, is_interleaved, tmp_path):
@@ -134,6 +137,7 @@ def test_the_trap_of_epsilon_is_seen():
     assert worst(serve(wrong, x), exact) > FAR_OFF
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rope"),
     [
@@ -147,6 +151,7 @@ def test_the_trap_of_rope_pairs_is_seen(family, rope):
     assert taken(family, **geometry_with(family, rope=rope)) > FAR_OFF
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rope"), [("deepseek_v32", "interleaved"), ("glm_moe_dsa", "half")]
 )
@@ -154,6 +159,7 @@ def test_the_trap_of_the_indexers_rope_pairs_is_seen(family, rope):
     assert taken(family, index_rope=rope) > FAR_OFF
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mistral4"])
 def test_the_trap_of_yarns_scale_is_seen(family):
     """mscale² belongs to the scale of scores: 1/sqrt(D_N + D_R) alone is too small."""

@@ -115,7 +115,6 @@ def test_preset_is_the_config_of_its_checkpoint(name):
     assert MLAGeometry.from_config(config) == MLAGeometry.preset(name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_softmax_scale_is_that_of_the_attention_module(name):
     model_type, published = CHECKPOINTS[name]

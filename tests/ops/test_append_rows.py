@@ -37,6 +37,7 @@ def test_index_keys_among_poison(power_of_two, spec, device):
     AppendRowsCase(**row, power_of_two=power_of_two).run(device, spec.backend)
 
 
+@pytest.mark.slow
 @each_kernel
 @pytest.mark.parametrize(
     "case",

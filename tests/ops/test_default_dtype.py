@@ -130,6 +130,7 @@ def as_tuple(results: object) -> tuple[object, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
+@pytest.mark.slow
 @defaults
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_a_layer_with_an_indexer(default, dtype):
@@ -170,6 +171,7 @@ def test_workloads(kind, default):
     under(default, random_case(SeededDraw(0), kind).run)()
 
 
+@pytest.mark.slow
 def test_every_new_tensor_has_a_dtype():
     assert package_calls_without("dtype", FACTORIES) == {}
 

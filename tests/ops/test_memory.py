@@ -218,6 +218,7 @@ def test_scratch_stays_within_the_workspace(name):
     assert 0 < scratch.peak <= 1 << 20
 
 
+@pytest.mark.slow
 def test_scores_of_a_long_prompt_stay_within_the_limit():
     """Beside the workspace of the kernels; all scores are 4 MB."""
     call = long_logits(700, 1500)

@@ -82,6 +82,7 @@ def moved(tensors: Tensors, device: torch.device) -> Tensors:
     return there
 
 
+@pytest.mark.slow
 @EACH_BACKEND
 @pytest.mark.parametrize("mask", [CAUSAL, NULL], ids=lambda mask: mask.kind)
 @pytest.mark.parametrize("sharpness", [0.3, 1.0, 3.0])
@@ -150,6 +151,7 @@ def test_scales_of_blocks_that_are_not_finite_reach_exactly_the_queries_that_see
     assert_same_where_not_finite(spec, on_device, starts, given, exact)
 
 
+@pytest.mark.slow
 @EACH_BACKEND
 @pytest.mark.parametrize(
     ("kind", "window"),

@@ -36,7 +36,6 @@ def test_one_result_alone_may_be_given(name, place):
         assert_same_results(results, want)
 
 
-@pytest.mark.slow
 @interpreted
 @every_call
 def test_nothing_around_a_given_tensor_is_written(name, place):
@@ -79,7 +78,6 @@ def test_a_cache_whose_rows_share_memory_is_not_written(name, place):
     assert_unchanged(before)
 
 
-@pytest.mark.slow
 @interpreted
 def test_queries_may_be_rotated_in_place_or_to_e4m3(place):
     want = append_call().on(place.device).run()[0]

@@ -74,7 +74,6 @@ def test_a_plan_serves_every_layer(options, place: Place):
         assert_equal_but_for_rounding(results, call.run(layer=layer, deterministic=True))
 
 
-@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("flat", [False, True], ids=["paged", "flat"])
 def test_a_plan_is_for_one_query_each_by_default(flat, place: Place):

@@ -49,7 +49,6 @@ def test_every_op_has_random_problems():
     assert set(CASES) == {*CACHED, *UNCACHED}
 
 
-@pytest.mark.slow
 @interpreted_once
 @every_call
 def test_the_calls_here_give_numbers(name, place):

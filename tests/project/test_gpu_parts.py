@@ -185,6 +185,7 @@ def test_a_part_is_read():
             parse_part(wrong)
 
 
+@pytest.mark.slow
 def test_pytest_runs_the_tests_of_a_part(tmp_path):
     """All parts together run everything once, of what -m and -k leave."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = fast\n")

@@ -291,6 +291,7 @@ def assert_recorded(suite: Path, said: str) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_records_failures_crashes_and_skips(suite):
     (suite / "left").mkdir()
     (suite / LOG).write_text("what an earlier run left")
@@ -306,6 +307,7 @@ def test_a_run_records_failures_crashes_and_skips(suite):
     assert "\nsaid after all tests\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_is_resumed_and_recorded(suite):
     done = recording(suite, "--stop-after=0")
     assert "the time of --stop-after is over" in done.stdout
@@ -325,6 +327,7 @@ def test_a_run_that_is_cut_off_is_resumed_and_recorded(suite):
     assert logged(suite) == after, "nothing is left to run"
 
 
+@pytest.mark.slow
 def test_results_of_other_sources_are_not_resumed(suite):
     recording(suite, "--stop-after=0")
     commit = gpu_record.head(suite)
@@ -335,6 +338,7 @@ def test_results_of_other_sources_are_not_resumed(suite):
     assert len(logged(suite)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -349,6 +353,7 @@ def test_only_a_whole_part_of_the_gpu_tests_is_recorded(suite, options, reason):
     assert not (suite / "left").exists()
 
 
+@pytest.mark.slow
 def test_sources_that_are_not_those_of_the_commit_are_refused_before_a_test_is_run(suite):
     change(suite)
     done = recording(suite)

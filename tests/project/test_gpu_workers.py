@@ -8,6 +8,8 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import pytest
+
 from tests.paths import ROOT
 
 PLUGINS = ("-p", "xdist.plugin")  # others take a second to start
@@ -88,6 +90,7 @@ def results(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_exactly_the_tests_that_kill_their_process_have_failed(tmp_path):
     guilty = {
         "dies": 3,
@@ -111,6 +114,7 @@ def test_exactly_the_tests_that_kill_their_process_have_failed(tmp_path):
     assert done.stdout.count("node down: Not properly terminated") == 5
 
 
+@pytest.mark.slow
 def test_a_kernel_that_hangs_ends_its_worker(tmp_path):
     (tmp_path / "impatient.py").write_text(
         "from tests import gpu_workers\ngpu_workers.PATIENCE = 1\n"
@@ -121,6 +125,7 @@ def test_a_kernel_that_hangs_ends_its_worker(tmp_path):
     assert "Timeout" in done.stderr, "the traceback says where it hangs"
 
 
+@pytest.mark.slow
 def test_without_workers_the_run_stops_at_a_dead_context(tmp_path):
     done = run(tmp_path, 6, "-n0", dies=2)
     assert "died in test_kernels.py::test_of_a_kernel[2]" in done.stdout + done.stderr

@@ -272,6 +272,7 @@ def test_optional_packages_are_imported_late():
         assert not early, f"{path} imports {early} when it is imported"
 
 
+@pytest.mark.slow
 def test_nothing_outside_imports_the_tools():
     importers = {
         path
@@ -281,6 +282,7 @@ def test_nothing_outside_imports_the_tools():
     assert {path for path in importers if not path.startswith("tools/")} == {"__main__.py"}
 
 
+@pytest.mark.slow
 def test_only_its_command_imports_the_emulator_and_late():
     """The wheel leaves it out."""
     importers = {

@@ -243,6 +243,7 @@ code = "A string. Another."
     ]
 
 
+@pytest.mark.slow
 def test_the_house_is_counted():
     counts, places = house.survey()
     assert counts["lines of mlakit/"] > counts["lines of mlakit/ without tools"] > 10_000

@@ -28,7 +28,6 @@ def test_a_small_term_is_truncated_beside_a_large_one() -> None:
     )
 
 
-@pytest.mark.slow
 def test_accumulation_of_like_terms_is_nearly_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, 512, generator=generator).to(E4M3) for n in (5, 256))

@@ -158,7 +158,6 @@ def mutation_name(mutation: Mutation) -> str:
     return f"{test.__name__.removeprefix('test_')}-{mutation}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=mutation_name)
 def test_a_mutant_is_killed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation.check()

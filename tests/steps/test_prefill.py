@@ -121,6 +121,7 @@ WIDE = replace(GEOMETRY, num_heads=4)
 LONG = {"kv_lens": (400, 7, 140), "q_lens": (3, 0, 140)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [

@@ -198,6 +198,7 @@ def test_as_many_rows_as_there_are_make_a_dense_step():
     case.step.check_decode(out, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"max_score_bytes": 80 * 3}, {"max_kv_len": 18}, {"plan": EvenSplit(2)}],
@@ -252,6 +253,7 @@ def test_scopes_of_torch_change_no_bit(scope):
     case.check_keys(arguments[4])
 
 
+@pytest.mark.slow
 def test_a_step_compiles_into_one_graph(place):
     there = Transplant(place.device)
     case = SparseStep(q_dtype=E4M3)  # aot_autograd takes no pages whose scales are views of bytes

@@ -167,7 +167,6 @@ def test_a_block_table_may_be_given_with_indices():
     assert_same_bits("out", got[0], run_sparse(problem)[0])
 
 
-@pytest.mark.slow
 def test_sinks_in_dense_decode(device):
     problem = dense_problem(device)
     sink = torch.tensor([0.5, torch.inf, -torch.inf, -2.0], device=device)

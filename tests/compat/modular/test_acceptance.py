@@ -91,7 +91,6 @@ def test_02_the_norm_is_rounded_to_gammas_type_before_gamma_multiplies():
     assert float((latent == rounded_once.float()).double().mean()) < 0.9
 
 
-@pytest.mark.slow
 @pytest.mark.interpreted
 def test_03_float8_writes_saturate():
     """10 000 becomes 448 in an FP8 cache, and −10 000 becomes −448; neither becomes NaN."""
@@ -117,7 +116,6 @@ def test_04_a_buffer_of_length_0_changes_nothing():
     case.assert_untouched()
 
 
-@pytest.mark.slow
 @pytest.mark.interpreted
 def test_05_prefill_overwrites_only_the_rope_part_of_q():
     """Of q only the columns from D_N on are written, and those are."""
@@ -128,7 +126,6 @@ def test_05_prefill_overwrites_only_the_rope_part_of_q():
     assert bool(turned.any(-1).all())
 
 
-@pytest.mark.slow
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("quantise", QUANTISERS)
 @pytest.mark.parametrize("group", [64, 128])
@@ -327,7 +324,6 @@ def test_14_sparse_attention_over_all_keys_is_dense_attention():
             assert_matches(name, output, dense.oracle(), dense.oracle(F32))
 
 
-@pytest.mark.slow
 def test_15_rope_aware_rows_with_a_scale_per_token(generator):
     """Content and rope are stored divided by the token's scale, a power of two; the result is that
     of the true rows. NaN scales past the end do no harm."""

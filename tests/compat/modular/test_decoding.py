@@ -137,7 +137,6 @@ def test_decoding_takes_every_integer_type(integer_type, has_token_scales, is_ra
     case.check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", [SMALL_ROW, RowShape(256, 64), RowShape(512, 0)], ids=str)
 @pytest.mark.parametrize("has_token_scales", [False, True], ids=["bf16", "rope-aware"])
 def test_decoding_takes_other_row_shapes(row, has_token_scales):
@@ -189,7 +188,6 @@ def test_decoding_is_split_as_asked(num_partitions, buffer, parts, monkeypatch):
     assert asked == [parts]
 
 
-@pytest.mark.slow
 def test_decoding_twice_gives_the_same_bits():
     case = DecodeCase(heads=20)
     case.run(num_partitions=3)

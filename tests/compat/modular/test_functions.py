@@ -55,7 +55,6 @@ SMALL_CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize("make_case", SMALL_CASES.values(), ids=list(SMALL_CASES))
 def test_a_small_case_on_every_backend(make_case):
@@ -72,7 +71,6 @@ def test_no_function_waits_for_the_gpu(make_case):
         make_case().run()
 
 
-@pytest.mark.slow
 @pytest.mark.interpreted
 def test_the_kernel_itself_on_every_backend():
     case = RopeCase(row=SMALL_ROW, step=TINY_STEP, cache_dtype=F32, dtype=F32)
@@ -80,13 +78,11 @@ def test_the_kernel_itself_on_every_backend():
     case.check()
 
 
-@pytest.mark.slow
 @pytest.mark.interpreted
 def test_contiguous_decoding_on_every_backend(generator):
     contiguous_decoding(generator, F32, E4M3, 2, 2, 19, 2, "chunked_causal", 4, parts=2)
 
 
-@pytest.mark.slow
 @pytest.mark.interpreted
 def test_split_on_every_backend():
     case = DecodeCase(**TINY_DECODE)

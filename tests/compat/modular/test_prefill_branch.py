@@ -196,7 +196,6 @@ def test_prefill_branch_in_a_small_workspace():
     case.check()
 
 
-@pytest.mark.slow
 def test_prefill_branch_nan_row_reaches_only_queries_that_attend_to_it():
     case = PrefillCase(d_n=16, d_v=16, row=SMALL_ROW, step=Step((20, 3), (3, 2)))
     pages, slot = case.paged.pages, case.paged.slots[0][-1]

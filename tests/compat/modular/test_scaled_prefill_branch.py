@@ -45,6 +45,7 @@ SMALL_SCALED = {
 small_scaled_rows = pytest.mark.parametrize("scaled", SMALL_SCALED)
 
 
+@pytest.mark.slow
 @pairwise(
     page_and_heads=[(1, 3), (16, 2), (64, 7)],
     scaled=list(SCALED),
@@ -74,6 +75,7 @@ def test_scaled_prefill_branch_over_small_rows(scaled, has_scale_pool):
     case.check()
 
 
+@pytest.mark.slow
 @scaled_rows
 @pytest.mark.parametrize(
     ("dtype", "freqs", "gamma"), [(BF16, BF16, F32), (F16, F16, BF16), (F32, F32, F32)], ids=str

@@ -52,6 +52,7 @@ def test_a_decode_step_stores_its_tokens_and_attends(cache, page, device, monkey
     check(out, q, rows, [1] * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_new_tokens_behind_a_prefix_attend_to_the_cache(page, device, monkeypatch):
     q_lens = [3, 40, 1, 129]
@@ -130,6 +131,7 @@ def expanded(tokens: int, device: torch.device) -> tuple[Any, Any, Any, Any]:
     return k, kv[..., NOPE:], kv[..., :NOPE].cpu(), k_rope[:, 0].cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["new tokens", "one shot", "chunk of the prefix"])
 def test_expanded_attention(phase, device, monkeypatch):
     q_lens = [3, 40, 1, 129]

@@ -78,6 +78,7 @@ def check_attention(engine: Engine, out: Tensor, q: Tensor, rows: Tensor, **name
     assert_matches("out", out.view(-1, HEADS, 512).cpu(), exact[0], naive[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3 of DSA"])
 @pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [3, 40, 1, 129]])
 def test_tokens_attend_to_the_rows_that_the_indexer_selects(cache, q_lens, device, monkeypatch):

@@ -213,6 +213,7 @@ def rows_of(cache: Cache, topk: Tensor, q_lens: list[int]) -> Tensor:
     return rows[:token]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CACHES)
 def test_tokens_attend_to_their_selection(kind, device):
     q_lens = [3, 40, 1, 2, 0, 0]
@@ -238,6 +239,7 @@ def test_tokens_attend_to_their_selection(kind, device):
     assert not results[0][tokens:].any()  # padding attends to nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_expanded_attention_of_new_tokens_and_of_a_chunk_of_context(is_causal, device):
     q_lens = [33, 1, 130]

@@ -134,6 +134,7 @@ PREFILLS = {
 }
 
 
+@pytest.mark.slow
 @EITHER_WAY
 @pytest.mark.parametrize("case", PREFILLS.values(), ids=PREFILLS.keys())
 def test_prefill(case, has_products, left):

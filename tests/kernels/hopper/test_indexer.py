@@ -229,6 +229,7 @@ def walk(config, kv_lens, q_lens, columns, is_causal, num_ctas, line) -> tuple[t
 
 
 # a quarter of the calls of the scheduler: each batch with every other config, and a causal mask
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "is_causal", "config"),
     [

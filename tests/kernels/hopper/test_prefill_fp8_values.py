@@ -61,6 +61,7 @@ def rewritten(
     return tuple(each.cpu() for each in rewrite_values(v, k_scale, v_scale, kv_starts, kinds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: f"{len(lens)} from {lens[:5]}")
 def test_tiles_flags_and_scales(lens, transposed, device):
@@ -93,6 +94,7 @@ def test_tiles_flags_and_scales(lens, transposed, device):
                 torch.testing.assert_close(vectors[2], 1 / size, rtol=2e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["nothing", "k_scale", "v_scale"])
 @pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: f"{len(lens)} from {lens[:5]}")
 def test_scales_of_blocks(lens, missing, device):

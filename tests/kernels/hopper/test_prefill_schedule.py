@@ -40,6 +40,7 @@ def work_tiles(
     return tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_q", [BLOCK_Q, FP8_BLOCK_Q])
 @pytest.mark.parametrize(("heads", "dtype"), [(3, torch.int32), (128, torch.int64)], ids=str)
 @pytest.mark.parametrize(("q_lens", "kv_lens"), BATCHES.values(), ids=BATCHES)

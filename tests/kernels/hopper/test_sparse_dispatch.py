@@ -101,6 +101,7 @@ def test_without_queries_no_kernel_is_started(launched, tokens, heads):
     assert launched == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "heads", "topk", "grid", "num_splits"),
     [
@@ -121,6 +122,7 @@ def test_few_tokens_split_their_lists(launched, tokens, heads, topk, grid, num_s
     assert (arguments["out"].dtype == torch.float32) == (num_splits > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "heads", "topk", "first"),
     [

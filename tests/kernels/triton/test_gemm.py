@@ -133,6 +133,7 @@ def test_tiles_of_few_rows_fit_shared_memory(shared, rows, n_group, columns):
         assert config.lanes <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -27,6 +27,7 @@ def row(format: str, kv_lora_rank: int = 128, qk_rope_head_dim: int = 96) -> dic
     return {"format": format, "page_size": 16, **widths}
 
 
+@pytest.mark.slow
 @pairwise(format=GROUP_FORMATS, widths=ROWS, dtype=["bf16", "fp16", "fp32", "e4m3"])
 @each_backend
 def test_decode(format, widths, dtype, backend, device):
@@ -35,6 +36,7 @@ def test_decode(format, widths, dtype, backend, device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8_row", "fp8_group64"])
 @pytest.mark.parametrize(
     "more",

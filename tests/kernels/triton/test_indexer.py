@@ -75,6 +75,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("format", ["fp8", "fp8_token"])
 @pytest.mark.parametrize("batch", BATCHES)
@@ -110,6 +111,7 @@ def test_16_bit_dots_where_there_are_none_of_fp8(monkeypatch):
         launch._target_of.cache_clear()
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192, 256])
 @pytest.mark.parametrize(("mask", "window"), [("causal", 0), ("sliding_window_causal", 70)])

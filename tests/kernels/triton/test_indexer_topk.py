@@ -34,7 +34,6 @@ LOGITS = {
 REPEATED = ("mostly special",)
 
 
-@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     "logits",

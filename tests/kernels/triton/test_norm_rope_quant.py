@@ -426,7 +426,6 @@ def test_no_rope(device):
     assert_kernels_agree(Step("fp8_block128", RowShape(512, 0)), device)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [0, 1, 7, 128, 4096, 100_000])
 @pytest.mark.parametrize(("heads", "rope"), [(1, 0), (3, 6), (16, 64), (128, 64), (128, 256)])
 def test_configs_are_powers_of_two(tokens, heads, rope):

@@ -71,6 +71,7 @@ def test_one_kernel_serves_all_adjoining_pages(monkeypatch):
     assert constants(monkeypatch, page_size=64, extra_page_size=16) == adjoining
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_one_of_several_layers(format, padded):
@@ -84,6 +85,7 @@ def _query(format: str) -> str:
     return format if format in ("fp16", "fp32") else "bf16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [33, 64, 65, 128, 130])
 @pytest.mark.parametrize("topk", [1, 64, 65, 130])
 def test_edges_of_the_large_tile(heads, topk, monkeypatch):
@@ -92,6 +94,7 @@ def test_edges_of_the_large_tile(heads, topk, monkeypatch):
     SparseCase(heads=heads, topk=topk, num_tokens=3, sink="mixed", seed=topk).run("cpu", "triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_large_tile_of_every_format(format):
     row = {"kv_lora_rank": 256, "qk_rope_head_dim": 32}
@@ -100,6 +103,7 @@ def test_large_tile_of_every_format(format):
     ).run("cpu", "triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", [2, 3, 9])
 def test_splits_that_leave_loops_empty(num_splits):
     """Tokens with fewer list tiles than splits, and splits that end in the first or second list."""
@@ -132,6 +136,7 @@ def trim_kernel(rows, lengths, length, num_slots, TOPK: tl.constexpr):
     tl.store(lengths + token, trimmed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [-3, 0, 1, 1023, 1024, 1025, 2049, 3000])
 def test_invalid_entries_at_the_end_of_a_list_take_no_tile(length):
     assert SCANNED_ENTRIES.value == 1024
@@ -142,6 +147,7 @@ def test_invalid_entries_at_the_end_of_a_list_take_no_tile(length):
     assert trimmed.tolist() == [n if n <= length else 0 for n in valid]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_lens", [False, True])
 @pytest.mark.parametrize("heads", [4, 40])
 def test_short_lists_that_are_padded(with_lens, heads, monkeypatch):

@@ -100,6 +100,7 @@ def sigterm() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt", [ctrl_c, sigterm])
 def test_an_interrupted_run_keeps_what_is_done(interrupt, tmp_path, monkeypatch):
     if current_thread() is not main_thread():
