@@ -38,6 +38,7 @@ from mlakit.parallel import (
     tensor_parallel_plan,
 )
 from mlakit.plan import EvenSplit, plan_context, plan_decode
+from mlakit.precompile import warmup
 from mlakit.steps import (
     CachedBatch,
     IndexInputs,
@@ -105,4 +106,5 @@ __all__ = [
     "tensor_parallel_plan",
     "token_requests",
     "token_slots",
+    "warmup",
 ]

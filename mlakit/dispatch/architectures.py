@@ -11,6 +11,9 @@ import re
 FIRST_AMD = 0x600
 # AMD's that the portable kernels are compiled for; they have not been run on any of them
 AMD = {0x942: "MI300X", 0x950: "MI350X", 0x1100: "RX 7900"}
+# streaming multiprocessors, or AMD's compute units, of a usual card
+NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
+NUM_SMS |= {0x942: 304, 0x950: 256, 0x1100: 96}
 GFX = re.compile(r"gfx(?P<number>[0-9a-f]{3,4})")
 
 

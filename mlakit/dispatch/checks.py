@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from numbers import Real
 from typing import NoReturn
@@ -29,12 +31,25 @@ class UnsupportedError(NotImplementedError):
     """The arguments are valid, but no kernel supports them; the message has the reasons."""
 
 
+_HIDDEN: ContextVar[bool] = ContextVar("mlakit_values_hidden", default=False)
+
+
+@contextmanager
+def values_hidden() -> Iterator[None]:
+    """Check no values in this scope: tensors stand for others, and theirs mean nothing."""
+    token = _HIDDEN.set(True)
+    try:
+        yield
+    finally:
+        _HIDDEN.reset(token)
+
+
 def values_visible(tensor: Tensor) -> bool:
     """Return whether the host may read `tensor`: without a synchronisation, or with one asked for.
 
     False while torch.compile traces: the traced ops check when they run.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _HIDDEN.get():
         return False
     return tensor.device.type == "cpu" or (tensor.device.type != "meta" and knobs.check_values())
 

@@ -9,8 +9,9 @@ other version. A test calls each of them, and its name says which one a new vers
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
@@ -173,6 +174,96 @@ class Descriptors(dict[int, Any]):
         moved = MovedDescriptor(self._like, address)
         self[address] = made = moved if self._encode is None else self._encode(moved)
         return made
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """The place of a compiled kernel in Triton's cache on disk."""
+
+    kernel: str
+    key: str  # of everything that the machine code depends on
+    exists: bool
+
+
+class _FoundEntryError(Exception):
+    """Ends a compilation that was started to learn its entry in the cache."""
+
+
+def cache_entry(launch: Callable[[], Any]) -> CacheEntry:
+    """Return the entry in Triton's cache of the kernel that `launch` compiles or loads; do neither.
+
+    Triton itself computes the key and looks for it, through a cache manager that stops there.
+    """
+    import triton
+    from triton.runtime.cache import CacheManager, FileCacheManager
+
+    own = triton.knobs.cache.manager_class or FileCacheManager
+    found: list[CacheEntry] = []
+
+    class Finder(CacheManager):  # type: ignore[misc]  # Triton has no types
+        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+            self.key = key
+
+        def get_group(self, filename: str) -> Any:
+            exists = bool(own(self.key).get_group(filename))
+            found.append(CacheEntry(filename.removesuffix(".json"), self.key, exists))
+            raise _FoundEntryError
+
+        def get_file(self, filename: str) -> str | None:
+            return None
+
+        def put(self, data: Any, filename: str, binary: bool = True) -> str:
+            raise AssertionError
+
+        def put_group(self, filename: str, group: dict[str, str]) -> None:
+            raise AssertionError
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.manager_class = Finder
+        try:
+            launch()
+        except _FoundEntryError:
+            (entry,) = found
+            return entry
+    raise RuntimeError("the kernel was compiled earlier in this process")
+
+
+def cache_folder() -> str:
+    """Return the folder of Triton's cache on disk."""
+    import triton
+
+    folder: str = triton.knobs.cache.dir
+    return folder
+
+
+@dataclass
+class KernelCounts:
+    """How often kernels of mlakit were compiled in this process, or loaded from Triton's cache on
+    disk. Threads may lose a count."""
+
+    compiled: Counter[str] = field(default_factory=Counter)  # by the kernel's name
+    loaded: Counter[str] = field(default_factory=Counter)
+
+
+KERNEL_COUNTS = KernelCounts()
+
+
+def count_compilations() -> None:
+    """Have Triton report the kernels that it compiles or loads; the listener before still hears."""
+    import triton
+
+    knobs = triton.knobs.compilation
+    before = knobs.listener
+
+    def listen(*, src: Any, cache_hit: bool, **others: Any) -> None:
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **others)
+        function = getattr(src, "fn", None)  # a file of IR has none
+        if str(getattr(function, "__module__", "")).startswith("mlakit."):
+            counts = KERNEL_COUNTS.loaded if cache_hit else KERNEL_COUNTS.compiled
+            counts[src.name] += 1
+
+    knobs.listener = listen
 
 
 def launch_hooks() -> Callable[[], bool]:

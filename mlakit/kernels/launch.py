@@ -2,7 +2,8 @@
 
 A launcher picks its configuration by `target(device)` and starts kernels with `launch`. Inside
 `compiling(target)` the target is a GPU that need not exist: `launch` compiles kernels for it from
-CPU tensors and collects them, and nothing runs.
+CPU tensors and collects them, and nothing runs. `launching_into` gives launches to another kind of
+`Compilation`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from mlakit.dispatch import knobs
+from mlakit.dispatch import knobs, private
 from mlakit.dispatch.architectures import arch_name, has_fp8, is_amd
 from mlakit.dispatch.specs import arch_of, pretending
 from mlakit.kernels import workspace
@@ -27,6 +28,7 @@ if knobs.interpreted():
     from mlakit.kernels.interpreter import repair
 
     repair()
+private.count_compilations()
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,17 @@ class Compilation:
     target: Target
     kernels: list[Any] = field(default_factory=list)
 
+    @property
+    def device(self) -> int:
+        """The number of the device, by which Triton keeps compiled kernels in a process."""
+        return self.target.arch
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        """Compile a kernel that a launcher started."""
+        self.kernels.append(kernel.warmup(*args, grid=grid, **options))
+
 
 _COMPILATION: ContextVar[Compilation | None] = ContextVar("mlakit_compilation", default=None)
 
@@ -94,7 +107,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if torch.version.hip is not None or (compilation and is_amd(compilation.target.arch)):
         options = {name: each for name, each in options.items() if name not in NVIDIA_OPTIONS}
     if compilation is not None:
-        compilation.kernels.append(kernel.warmup(*args, grid=grid, **options))
+        compilation.launch(kernel, grid, args, options)
     elif 0 not in grid:
         compiled = kernel[grid](*args, **options)
         recorder = workspace.recorder()
@@ -105,18 +118,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @contextmanager
 def compiling(target: Target) -> Iterator[Compilation]:
-    """Compile kernels that are launched in this scope for `target` instead of running them.
-
-    Ops on CPU tensors select the kernels that they select on such a GPU.
-    """
+    """Compile kernels that are launched in this scope for `target` instead of running them."""
     compilation = Compilation(target)
+    with launching_into(compilation):
+        yield compilation
+
+
+@contextmanager
+def launching_into(compilation: Compilation) -> Iterator[None]:
+    """Give kernels that are launched in this scope to `compilation` instead of running them.
+
+    Ops on CPU tensors select the kernels that they select on a GPU such as its target.
+    """
+    target = compilation.target
     token = _COMPILATION.set(compilation)
     # not `.active`: that property looks for a driver, and there may be none
     driver = triton.runtime.driver._active
-    triton.runtime.driver.set_active(_NoDriver(target.arch))
+    triton.runtime.driver.set_active(_NoDriver(target.arch, compilation.device))
     try:
         with pretending(target.arch, target.num_sms):
-            yield compilation
+            yield
     finally:
         _COMPILATION.reset(token)
         triton.runtime.driver.set_active(driver)
@@ -125,8 +146,8 @@ def compiling(target: Target) -> Iterator[Compilation]:
 class _NoDriver:
     """Stands in for the driver of CUDA or ROCm where kernels are compiled and not run."""
 
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
+    def __init__(self, arch: int, device: int) -> None:
+        self.device = device
         self.target = GPUTarget("cuda", arch, 32)
         if is_amd(arch):
             lanes = 64 if arch < FIRST_OF_32_LANES else 32
@@ -136,7 +157,7 @@ class _NoDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.arch  # compiled kernels are kept by device: one per architecture
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0

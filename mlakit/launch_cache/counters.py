@@ -1,9 +1,12 @@
-"""Counters of the calls on a GPU that were replayed, and of the reasons why others were not."""
+"""Counters of the calls on a GPU that were replayed and of the reasons why others were not, and of
+the kernels that were compiled."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+
+from mlakit.dispatch.private import KERNEL_COUNTS, KernelCounts
 
 
 @dataclass
@@ -37,8 +40,15 @@ def stats() -> dict[str, OpStats]:
     }
 
 
+def kernel_stats() -> KernelCounts:
+    """A copy of the counters of kernels that were compiled, or loaded from Triton's cache."""
+    return KernelCounts(Counter(KERNEL_COUNTS.compiled), Counter(KERNEL_COUNTS.loaded))
+
+
 def reset_stats() -> None:
     """Set every counter to zero."""
+    KERNEL_COUNTS.compiled.clear()
+    KERNEL_COUNTS.loaded.clear()
     for each in _STATS.values():
         each.hits = each.misses = 0
         each.refused.clear()

@@ -447,6 +447,85 @@ app.command("plan", cls=Command, epilog=planner.EXAMPLES)(planner.plan)
 
 
 @app.command(
+    cls=Command,
+    epilog="Examples: [bold]mlakit warmup deepseek-v3 --heads 16 --format fp8_block128[/bold] · "
+    "mlakit warmup deepseek-v3.2 --heads 16 --format fp8_block128 --for vllm --arch sm_90",
+)
+def warmup(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A known model, its Hub id, a config.json or a folder with one.",
+            metavar="MODEL",
+            autocompletion=_completion(PRESETS),
+        ),
+    ],
+    heads: int | None = typer.Option(
+        None, min=1, help="Query heads of a rank: the model's divided by TP. Default: all."
+    ),
+    format: str = typer.Option("bf16", help="Cache format."),
+    page_size: int = typer.Option(64, min=1, help="Tokens per page."),
+    page_rows: int | None = typer.Option(
+        None,
+        min=1,
+        help="Rows from a page to the next, where pages of other layers lie between. Default: "
+        "--page-size.",
+    ),
+    dtype: str = typer.Option("bf16", help="Dtype of activations: bf16, fp16 or fp32."),
+    user: str = typer.Option(
+        "all", "--for", help="Who calls the ops: vllm, sglang, steps (mlakit.steps) or all."
+    ),
+    arch: str | None = typer.Option(
+        None, help="Architecture, such as sm_90; needs no GPU. Default: this machine's GPU."
+    ),
+    sms: int | None = typer.Option(
+        None, min=1, help="SMs of that GPU, with --arch. Default: those of a usual card."
+    ),
+    max_context: int | None = typer.Option(
+        None, min=1, help="Tokens of the longest request. Default: the model's."
+    ),
+    max_tokens: int = typer.Option(8192, min=1, help="New tokens of a step."),
+    fp8_weights: bool = typer.Option(
+        False, "--fp8-weights", help="Block-FP8 up-projections, for mlakit.steps."
+    ),
+    jobs: int | None = typer.Option(None, min=1, help="Processes. Default: one per core."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a sentence."),
+) -> None:
+    """Compile every kernel that serving a model launches into Triton's cache.
+
+    Kernels that are in the cache already are not compiled again. The exit status is 1 if a kernel
+    cannot be compiled or the cache cannot be written.
+    """
+    from dataclasses import asdict
+
+    from mlakit.precompile import WarmupError
+    from mlakit.precompile import warmup as compile_kernels
+
+    try:
+        with usage_errors():
+            done = compile_kernels(
+                model,
+                heads=heads,
+                format=format,
+                page_size=page_size,
+                page_rows=page_rows,
+                dtype=dtype,
+                user=user,
+                max_context=max_context,
+                max_tokens=max_tokens,
+                has_fp8_weights=fp8_weights,
+                arch=arch,
+                num_sms=sms,
+                jobs=jobs,
+                show_progress=True,
+            )
+    except WarmupError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(asdict(done), indent=2) if as_json else str(done))
+
+
+@app.command(
     cls=Command, epilog="Examples: [bold]mlakit doctor[/bold], mlakit doctor --json --seconds 0"
 )
 def doctor(

@@ -42,6 +42,7 @@ LAYERS = (
     "steps",
     "parallel",
     "layer",
+    "precompile",
     "geometry knobs specs",
     "_public",
     "__init__",
@@ -64,7 +65,8 @@ NEVER = {("kernels", "dispatch.checks"), ("kernels", "reference")}
 # with what launches it again, and subclasses of the package's classes
 NEEDED_BY = {
     "triton": r"kernels/(?!(workspace|arguments)\.py)\w+\.py|launch_cache/launchers/.*"
-    r"|kernels/(triton|hopper)/(?!support|configs|decode/configs).*|tools/emulator/.*",
+    r"|kernels/(triton|hopper)/(?!support|configs|decode/configs).*|tools/emulator/.*"
+    r"|precompile/listing\.py",
     "transformers": r"integrations/transformers/(cache_layers|static_cache|step_hooks)\.py",
 }
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "v2"}

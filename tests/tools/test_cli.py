@@ -101,6 +101,7 @@ COMMANDS = {
     "memory": ["memory", "deepseek-v3"],
     "plan": ["plan", "deepseek-v3", "--context", "4k"],
     "doctor": ["doctor", "--seconds", "0"],
+    "warmup": ["warmup", "deepseek-v3", "--arch", "sm_90"],
     "check": ["check", "--count", "1"],
     "emulate": ["emulate", "--list"],
 }

@@ -18,6 +18,7 @@ from mlakit.kernels.triton.configs import power_of_two
 from mlakit.model.masks import Mask
 
 BATCH_BLOCK = 1024
+ALIGNMENT = 4  # int32
 
 
 def plan_query_blocks(
@@ -25,8 +26,10 @@ def plan_query_blocks(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (q_starts, kv_lens) of each block of query tokens, as if no other queries existed."""
     batch = kv_lens.shape[0]
-    starts = workspace.scratch((len(blocks), batch + 1), torch.int32, kv_lens.device)
-    lens = workspace.scratch((len(blocks), batch), torch.int32, kv_lens.device)
+    # those of every block begin at a multiple of 16 bytes: other pointers are other kernels
+    columns = triton.cdiv(batch + 1, ALIGNMENT) * ALIGNMENT
+    starts = workspace.scratch((len(blocks), columns), torch.int32, kv_lens.device)
+    lens = workspace.scratch((len(blocks), columns), torch.int32, kv_lens.device)
     block = min(power_of_two(batch + 1), BATCH_BLOCK)
     launch(
         _query_blocks_kernel,
@@ -38,24 +41,29 @@ def plan_query_blocks(
         batch=batch,
         size=len(blocks[0]),
         tokens=blocks[-1].stop,
+        columns=columns,
         stride_q_starts=q_starts.stride(0),
         stride_kv_lens=kv_lens.stride(0),
         IS_CAUSAL=mask.is_causal,
         BLOCK=block,
         num_warps=4,
     )
-    return [(starts[i], lens[i]) for i in range(len(blocks))]
+    return [(starts[i, : batch + 1], lens[i, :batch]) for i in range(len(blocks))]
 
 
-@triton.jit(do_not_specialize=["batch", "size", "tokens", "stride_q_starts", "stride_kv_lens"])
+VARYING = ["batch", "size", "tokens", "columns", "stride_q_starts", "stride_kv_lens"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _query_blocks_kernel(
     q_starts,  # [batch + 1]
     kv_lens,  # [batch]
-    block_starts,  # [blocks, batch + 1] int32
-    block_lens,  # [blocks, batch] int32
+    block_starts,  # [blocks, columns] int32
+    block_lens,  # [blocks, columns] int32
     batch,
     size,  # tokens of a block
     tokens,
+    columns,
     stride_q_starts,
     stride_kv_lens,
     IS_CAUSAL: tl.constexpr,
@@ -68,7 +76,7 @@ def _query_blocks_kernel(
     start = start.to(tl.int32)
     clipped = tl.minimum(tl.maximum(start - first, 0), last - first)
     row = tl.program_id(0).to(tl.int64)
-    tl.store(block_starts + row * (batch + 1) + request, clipped, mask=request <= batch)
+    tl.store(block_starts + row * columns + request, clipped, mask=request <= batch)
     exists = request < batch
     kv_len = tl.load(kv_lens + request * stride_kv_lens, mask=exists, other=0).to(tl.int32)
     if IS_CAUSAL:  # the keys of later queries are invisible
@@ -76,4 +84,4 @@ def _query_blocks_kernel(
         end = end.to(tl.int32)
         after = tl.minimum(tl.maximum(end - last, 0), end - start)
         kv_len = tl.maximum(kv_len - after, 0)
-    tl.store(block_lens + row * batch + request, kv_len, mask=exists)
+    tl.store(block_lens + row * columns + request, kv_len, mask=exists)

@@ -26,14 +26,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from mlakit.dispatch import knobs
+from mlakit.dispatch.architectures import NUM_SMS as NUM_SMS
 from mlakit.dispatch.architectures import arch_name, is_amd
 from mlakit.dispatch.knobs import Backend
 from mlakit.tools.columns import Column, fitting_table
 from mlakit.tools.compile.configurations import CONFIGURATIONS, HOPPER
 from mlakit.tools.compile.machine_code import assembler_log, machine_code
 from mlakit.tools.compile.spills import NO_SPILLS, spill_bound
-
-NUM_SMS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 170, 0x942: 304, 0x950: 256, 0x1100: 96}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,176 @@
+"""What `warmup` compiles, what serving launches, and what happens where a cache cannot be made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import mlakit
+from mlakit.precompile import WarmupError
+from mlakit.tools.cli import app
+from tests.paths import ROOT
+
+# model, heads, format, user, architecture, SMs (not those of a usual card), longest request, seeds
+SERVED = (
+    ("deepseek-v3", 16, "fp8_block128", "vllm", 90, 114, 5000, 4),
+    ("deepseek-v3.2", 64, "fp8_block128", "sglang", 90, 78, 70_001, 4),
+)
+MORE_SERVED = (
+    ("deepseek-v3", 128, "bf16", "sglang", 90, 132, 163_840, 20),
+    ("deepseek-v3", 128, "fp8", "vllm", 90, 78, 8192, 20),
+    ("deepseek-v3", 10, "bf16", "vllm", 90, 132, 5000, 20),
+    ("deepseek-v3.2", 16, "fp8_block128", "vllm", 90, 114, 163_840, 30),
+    ("deepseek-v3.2", 128, "bf16", "vllm", 90, 132, 40_000, 20),
+    ("glm-5", 8, "fp8_block128", "sglang", 90, 132, 202_752, 20),
+    ("deepseek-v3", 16, "fp8_block128", "vllm", 80, 108, 20_000, 12),
+    ("deepseek-v3.2", 16, "fp8_block128", "vllm", 89, 142, 40_000, 12),
+)
+
+
+def program(*arguments: object, **environment: str) -> str:
+    """The output of a program that compiles kernels; that of the tests interprets them."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_served(cache: Path, *case: object) -> None:
+    keys = json.loads(program("-m", "tests.precompile.serving", *case, TRITON_CACHE_DIR=str(cache)))
+    served, compiled = keys["served"], keys["compiled"]
+    assert len(served) > 5
+    assert {name for key, name in served.items() if key not in compiled} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SERVED)
+def test_serving_launches_no_kernel_that_a_warm_up_did_not_compile(case, tmp_path):
+    check_served(tmp_path, *case)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", MORE_SERVED)
+def test_serving_other_models_and_cards_launches_no_other_kernel(case, tmp_path):
+    check_served(tmp_path, *case)
+
+
+COMPILE = """
+import json, sys
+from mlakit.launch_cache import kernel_stats
+from mlakit.precompile import listing, run
+from mlakit.precompile.deployment import deployment
+
+d = deployment(
+    "deepseek-v3", heads=16, format="fp8_block128", page_size=64, page_rows=None, dtype="bf16",
+    user="steps", max_context=4096, max_tokens=4, has_fp8_weights=False,
+)
+target = run.target_of("sm_90", None)
+tasks, known = run.missing(d, target)
+calls = list(listing.calls_of(d))
+small = [task for task in tasks if calls[task.call].name.startswith("merge")][:2]
+run.compile_all(d, target, small, 2, lambda: None)
+left, _ = run.missing(d, target)
+merge = next(call for call in calls if call.name.startswith("merge"))
+with listing.launching(listing.Compilation(target)):
+    merge.run()
+stats = kernel_stats()
+json.dump(
+    {
+        "known": known,
+        "missing": len(tasks),
+        "left": len(left),
+        "compiled": sum(stats.compiled.values()),
+        "loaded": sum(stats.loaded.values()),
+    },
+    sys.stdout,
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    first, second = (
+        json.loads(program("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))) for _ in range(2)
+    )
+    known = first["known"]
+    # the processes of the warm-up compile; this one only loads
+    assert first == {
+        "known": known,
+        "missing": known,
+        "left": known - 2,
+        "compiled": 0,
+        "loaded": 1,
+    }
+    assert (second["known"], second["missing"], second["compiled"]) == (known, known - 2, 0)
+
+
+def call(**changes: Any) -> Any:
+    return mlakit.warmup(**{"model": "deepseek-v3", "arch": "sm_90", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "deepseek-v9"}, "'deepseek-v9' is not a config.json"),
+        ({"format": "fp9"}, "format must be bf16, .* got 'fp9'"),
+        ({"dtype": "fp8"}, "dtype must be bf16, fp16 or fp32, got 'fp8'"),
+        ({"user": "trt"}, "user must be vllm, sglang, steps or all, got 'trt'"),
+        ({"heads": 0}, "heads must be at least 1, got 0"),
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"page_rows": 8}, "page_rows must be at least 64, got 8"),
+        ({"arch": "sm_75"}, "arch must be one of sm_80, .* got 'sm_75'"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes, message, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_interpreted_kernels_are_not_compiled(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(WarmupError, match="TRITON_INTERPRET is set"):
+        call()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["file/cache", "/dev/full/cache"])
+def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(folder, tmp_path):
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "mlakit", "warmup", "deepseek-v3", "--arch", "sm_90"],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "0",
+            "PYTHONPATH": str(ROOT),
+            "TRITON_CACHE_DIR": str(tmp_path / folder),
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: Triton's cache cannot be used: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_command_says_what_is_wrong_with_its_line():
+    done = CliRunner().invoke(app, ["warmup", "deepseek-v3", "--format", "fp9", "--arch", "sm_90"])
+    assert done.exit_code == 2
+    assert "format" in done.output
+    assert "fp9" in done.output
