@@ -12,6 +12,7 @@ Lineage    own design; ideas: split-KV flash decoding, programmatic dependent la
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,9 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mlakit.cache import UNSHARDED, KVShard
 from mlakit.kernels.decode_plan import find_tile, key_tiles, load_lengths, own_split_tiles
 from mlakit.kernels.launch import launch, target
+from mlakit.kernels.triton.arguments import length_arguments, output_arguments
 from mlakit.kernels.triton.configs import pick_decode_merge_config
 from mlakit.kernels.triton.primitives import merge_splits, store_merged
-from mlakit.model.masks import NULL, Mask
+from mlakit.model.masks import NULL, Mask, MaskTraits
 from mlakit.plan import DecodePlanTensors
 
 PROGRAMS_PER_SM = 4  # that run at once
@@ -96,38 +98,32 @@ def merge_partials(
     launch(
         _merge_partials_kernel,
         (min(num_owners * row_groups, PROGRAMS_PER_SM * device.num_sms),),
-        partial_out,
-        partial_lse,
-        partial_starts,
-        q_starts,
-        kv_lens,
-        sink,
-        out,
-        lse,
-        num_owners,
-        row_groups,
-        heads,
-        padded_heads,
-        splits.mask.window,
-        *splits.shard,
-        slot_rows,
-        splits.split_tiles,
-        splits.max_splits,
-        batch,
-        q_starts.stride(0),
-        kv_lens.stride(0),
-        0 if sink is None else sink.stride(0),
-        *out.stride()[:2],
-        *lse.stride(),
-        MASK=splits.mask.traits,
-        IS_SHARDED=splits.shard.world > 1,
-        V_WIDTH=v_width,
-        COLUMNS=triton.next_power_of_2(v_width),
-        BM=splits.block_m,
-        BN=splits.block_n,
-        ROWS=config.rows,
-        SPLITS=config.splits,
-        IS_CHAINED=is_chained,
+        num_owners=num_owners,
+        row_groups=row_groups,
+        heads=heads,
+        padded_heads=padded_heads,
+        window=splits.mask.window,
+        slot_rows=slot_rows,
+        split_tiles=splits.split_tiles,
+        max_splits=splits.max_splits,
+        num_requests=batch,
+        stride_lse_token=lse.stride(0),
+        partials=PartialArguments(partial_out, partial_lse),
+        partial_starts=partial_starts,
+        lengths=length_arguments(q_starts, kv_lens),
+        shard=splits.shard,
+        outputs=output_arguments(out, lse, sink=sink),
+        TRAITS=Traits(
+            MASK=splits.mask.traits,
+            IS_SHARDED=splits.shard.world > 1,
+            V_WIDTH=v_width,
+            COLUMNS=triton.next_power_of_2(v_width),
+            BM=splits.block_m,
+            BN=splits.block_n,
+            ROWS=config.rows,
+            SPLITS=config.splits,
+            IS_CHAINED=is_chained,
+        ),
         num_warps=config.num_warps,
         # finding the splits again takes registers; without this the assembler spills
         **({} if row_tile_splits is None else {"maxnreg": 168}),
@@ -135,60 +131,89 @@ def merge_partials(
     )
 
 
+class PartialArguments(NamedTuple):
+    """The partials of splits."""
+
+    out: Tensor  # float32 [slots, slot_rows, V_WIDTH]
+    lse: Tensor  # float32 [slots, slot_rows]
+
+
+class Rows(NamedTuple):
+    """Some rows of one owner, in the kernel."""
+
+    first_slot: tl.tensor  # the owner's
+    splits: tl.tensor
+    slot_row: tl.tensor  # [ROWS], as are the others
+    token: tl.tensor
+    head: tl.tensor
+    is_row: tl.tensor
+
+
+class Traits(NamedTuple):
+    """The constants that the kernel is compiled for."""
+
+    MASK: MaskTraits
+    IS_SHARDED: bool
+    V_WIDTH: int
+    COLUMNS: int  # V_WIDTH padded
+    BM: int
+    BN: int
+    ROWS: int
+    SPLITS: int  # of each row, read at the same time
+    IS_CHAINED: bool  # PDL
+
+
+# differ from call to call: specialised, each would compile further kernels
 VARYING = [
-    "num_owners", "row_groups", "heads", "padded_heads", "window", "rank", "world", "interleave",
-    "slot_rows", "split_tiles", "max_splits", "batch", "stride_q_starts", "stride_kv_lens",
-    "stride_sink", "stride_lse_token", "stride_lse_head",
-]  # fmt: skip
+    *("num_owners", "row_groups", "heads", "padded_heads", "window", "slot_rows", "split_tiles"),
+    *("max_splits", "num_requests", "stride_lse_token"),
+]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _merge_partials_kernel(
-    partial_out, partial_lse,  # float32 [slots, slot_rows, V_WIDTH], [slots, slot_rows]
-    partial_starts,  # of a plan; None: splits are `RowTileSplits`
-    q_starts, kv_lens, sink, out, lse,
     num_owners,  # requests, or row tiles
     row_groups,  # of ROWS rows, of an owner
-    heads, padded_heads,
-    window, rank, world, interleave,  # of the mask and of the KV shard
-    slot_rows, split_tiles, max_splits, batch,
-    stride_q_starts, stride_kv_lens, stride_sink,
-    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
-    MASK: tl.constexpr,
-    IS_SHARDED: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):  # fmt: skip
+    heads,
+    padded_heads,
+    window,
+    slot_rows,
+    split_tiles,
+    max_splits,
+    num_requests,
+    stride_lse_token,
+    partials,  # `PartialArguments`
+    partial_starts,  # of a plan; None: splits are `RowTileSplits`
+    lengths,  # `LengthArguments`
+    shard,  # `KVShard`
+    outputs,  # `OutputArguments`
+    TRAITS: tl.constexpr,
+):
     """ROWS rows at a time of the requests (of the row tiles) that were split."""
-    if IS_CHAINED:
+    MASK: tl.constexpr = TRAITS.MASK
+    IS_SHARDED: tl.constexpr = TRAITS.IS_SHARDED
+    BM: tl.constexpr = TRAITS.BM
+    BN: tl.constexpr = TRAITS.BN
+    ROWS: tl.constexpr = TRAITS.ROWS
+    if TRAITS.IS_CHAINED:
         gdc_launch_dependents()  # the next kernel waits for this one
     tasks = num_owners * row_groups
     if partial_starts is not None:
-        tasks = tl.where(tl.load(partial_starts + batch) > 0, tasks, 0)
+        tasks = tl.where(tl.load(partial_starts + num_requests) > 0, tasks, 0)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         owner = task // row_groups
         row = task % row_groups * ROWS + tl.arange(0, ROWS)
         if partial_starts is not None:
             first_slot = tl.load(partial_starts + owner)
             splits = tl.load(partial_starts + owner + 1) - first_slot
-            q_first, q_len, _ = load_lengths(
-                q_starts, kv_lens, stride_q_starts, stride_kv_lens, owner, owner >= 0
-            )
+            q_first, q_len, _ = load_lengths(lengths, owner, owner >= 0)
             splits = tl.where(q_len * padded_heads > slot_rows, 0, splits)
             query, head = row // heads, row % heads
             slot_row = query * padded_heads + head
             is_row = query < q_len
         else:
-            request, row_tile = find_tile(owner, q_starts, stride_q_starts, batch, padded_heads, BM)
-            q_first, q_len, kv_len = load_lengths(
-                q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
-            )
-            shard = (rank, world, interleave)
+            request, row_tile = find_tile(owner, lengths, num_requests, padded_heads, BM)
+            q_first, q_len, kv_len = load_lengths(lengths, request, request >= 0)
             _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
             _, splits = own_split_tiles(num_tiles, split_tiles, max_splits)
             first_slot = owner * max_splits
@@ -197,43 +222,43 @@ def _merge_partials_kernel(
             slot_row = row
             is_row = (row < BM) & (head < heads)
             splits = tl.where((request >= 0) & (splits > 1), splits, 0)
-        if IS_CHAINED:
+        if TRAITS.IS_CHAINED:
             gdc_wait()  # only now: the plan was complete before the decode kernel started
         if splits > 0:
-            _merge_rows(
-                partial_out, partial_lse, first_slot, splits, slot_row, slot_rows, q_first + query,
-                head, is_row, sink, out, lse, stride_sink, stride_out_token, stride_out_head,
-                stride_lse_token, stride_lse_head, V_WIDTH, COLUMNS, ROWS, SPLITS,
-            )  # fmt: skip
-    if IS_CHAINED:
+            rows = Rows(first_slot, splits, slot_row, q_first + query, head, is_row)
+            _merge_rows(rows, slot_rows, stride_lse_token, partials, outputs, TRAITS)
+    if TRAITS.IS_CHAINED:
         gdc_wait()  # in every program: the next kernel also relies on the decode kernel
 
 
 @triton.jit
-def _merge_rows(
-    partial_out, partial_lse, first_slot, splits, slot_row, slot_rows, token, head, is_row, sink,
-    out, lse, stride_sink, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
-    V_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Rows `slot_row` of the slots from `first_slot` on, in the order of keys."""
+def _merge_rows(rows, slot_rows, stride_lse_token, partials, outputs, TRAITS: tl.constexpr):
+    """Merge the partials of some rows, in the order of keys."""
+    V_WIDTH: tl.constexpr = TRAITS.V_WIDTH
+    COLUMNS: tl.constexpr = TRAITS.COLUMNS
+    ROWS: tl.constexpr = TRAITS.ROWS
+    SPLITS: tl.constexpr = TRAITS.SPLITS
+    splits, is_row, head = rows.splits, rows.is_row, rows.head
     column = tl.arange(0, COLUMNS)
     row_max = tl.full([ROWS], -float("inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, splits, SPLITS):
         split = start + tl.arange(0, SPLITS)
-        at = (first_slot + split).to(tl.int64)[:, None] * slot_rows + slot_row[None, :]
+        slot = (rows.first_slot + split).to(tl.int64)
+        at = slot[:, None] * slot_rows + rows.slot_row[None, :]
         exists = (split < splits)[:, None] & is_row[None, :]
         # [SPLITS, ROWS], and with columns; loaded together: latency, not bandwidth, is the limit
-        split_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
+        split_lse = tl.load(partials.lse + at, mask=exists, other=-float("inf"))
         values = tl.load(
-            partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
+            partials.out + at[:, :, None] * V_WIDTH + column[None, None, :],
             mask=exists[:, :, None] & (column < V_WIDTH)[None, None, :],
             other=0.0,
         )
         row_max, row_sum, acc = merge_splits(row_max, row_sum, acc, split_lse, values)
-    token = token.to(tl.int64)
+    token = rows.token.to(tl.int64)
     head = head.to(tl.int64)
-    out_rows = out + (token * stride_out_token + head * stride_out_head)
-    lse_at = lse + token * stride_lse_token + head * stride_lse_head
-    store_merged(row_max, row_sum, acc, sink, stride_sink, head, out_rows, lse_at, is_row, V_WIDTH)
+    out_at = token * outputs.stride_out_token + head * outputs.stride_out_head
+    out_rows = outputs.out + out_at
+    lse_at = outputs.lse + token * stride_lse_token + head * outputs.stride_lse_head
+    store_merged(row_max, row_sum, acc, outputs, head, out_rows, lse_at, is_row, V_WIDTH)

@@ -25,8 +25,9 @@ from torch import Tensor
 from mlakit.cache import KVShard
 from mlakit.kernels import workspace
 from mlakit.kernels.launch import launch
+from mlakit.kernels.triton.arguments import length_arguments
 from mlakit.kernels.triton.primitives import mask_interval
-from mlakit.model.masks import Mask
+from mlakit.model.masks import Mask, MaskTraits
 from mlakit.plan import DecodePlanTensors
 from mlakit.plan.split_heuristic import EVEN_SPLIT_MAX_LOAD_TENTHS
 
@@ -47,7 +48,29 @@ class OwnSplits(NamedTuple):
         return triton.cdiv(num_tiles, self.tiles) if self.tiles else self.splits
 
 
-UNSPLIT = OwnSplits(0)
+class PlanArguments(NamedTuple):
+    """The tensors of a plan; None without one."""
+
+    items: Tensor | None  # [max_items, ITEM_COLUMNS] int32
+    cta_starts: Tensor | None  # [num_ctas + 1] int32
+    partial_starts: Tensor | None  # [batch + 1] int32
+
+
+NO_PLAN = PlanArguments(None, None, None)
+
+
+class Traits(NamedTuple):
+    """The constants that the kernel is compiled for."""
+
+    MASK: MaskTraits
+    IS_SHARDED: bool
+    HAS_OWN_SPLITS: bool
+    TILE: int
+    REQUESTS: int  # planned together
+    ITEMS: int  # of each of them, written together
+    LINE_TYPE: tl.dtype
+    EVEN_TENTHS: int
+    COLUMNS: int
 
 
 def plan_decode(
@@ -95,30 +118,28 @@ def plan_decode(
     launch(
         _plan_decode_kernel,
         (1,),
-        q_starts,
-        kv_lens,
-        plan.items,
-        plan.cta_starts,
-        plan.partial_starts,
-        batch,
-        heads,
-        mask.window,
-        *shard,
-        num_ctas,
-        min_tiles,
-        slot_rows,
-        *(own or UNSPLIT),
-        q_starts.stride(0),
-        kv_lens.stride(0),
-        MASK=mask.traits,
-        IS_SHARDED=shard.world > 1,
-        HAS_OWN_SPLITS=own is not None,
-        TILE=tile,
-        REQUESTS=requests,
-        ITEMS=ELEMENTS // requests,
-        LINE_TYPE=_line_type(batch * (capacity // tile + 2), num_ctas),
-        EVEN_TENTHS=EVEN_SPLIT_MAX_LOAD_TENTHS,
-        COLUMNS=ITEM_COLUMNS,
+        num_requests=batch,
+        heads=heads,
+        window=mask.window,
+        plan_ctas=num_ctas,
+        min_tiles=min_tiles,
+        slot_rows=slot_rows,
+        own_tiles=own.tiles if own else 0,
+        own_splits=own.splits if own else 1,
+        lengths=length_arguments(q_starts, kv_lens),
+        shard=shard,
+        plan=PlanArguments(plan.items, plan.cta_starts, plan.partial_starts),
+        TRAITS=Traits(
+            MASK=mask.traits,
+            IS_SHARDED=shard.world > 1,
+            HAS_OWN_SPLITS=own is not None,
+            TILE=tile,
+            REQUESTS=requests,
+            ITEMS=ELEMENTS // requests,
+            LINE_TYPE=_line_type(batch * (capacity // tile + 2), num_ctas),
+            EVEN_TENTHS=EVEN_SPLIT_MAX_LOAD_TENTHS,
+            COLUMNS=ITEM_COLUMNS,
+        ),
         num_warps=4,
     )
     return plan
@@ -154,12 +175,18 @@ def seen_keys(query, q_len, kv_len, window, shard, MASK: tl.constexpr, IS_SHARDE
 
 
 @triton.jit
-def load_lengths(q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, mask):
-    """Return int32 (first query, queries, keys) of requests; nothing outside `mask`."""
+def load_lengths(lengths, request, mask):
+    """Return int32 (first query, queries, keys) of requests; nothing outside `mask`.
+
+    lengths  `LengthArguments`
+    """
     at = request.to(tl.int64)
-    first = tl.load(q_starts + at * stride_q_starts, mask=mask, other=0).to(tl.int32)
-    last = tl.load(q_starts + (at + 1) * stride_q_starts, mask=mask, other=0).to(tl.int32)
-    kv_len = tl.load(kv_lens + at * stride_kv_lens, mask=mask, other=0).to(tl.int32)
+    first_at = lengths.q_starts + at * lengths.stride_q_starts
+    first = tl.load(first_at, mask=mask, other=0).to(tl.int32)
+    last_at = lengths.q_starts + (at + 1) * lengths.stride_q_starts
+    last = tl.load(last_at, mask=mask, other=0).to(tl.int32)
+    kv_len_at = lengths.kv_lens + at * lengths.stride_kv_lens
+    kv_len = tl.load(kv_len_at, mask=mask, other=0).to(tl.int32)
     return first, last - first, kv_len
 
 
@@ -185,17 +212,18 @@ def key_tiles(
 
 
 @triton.jit
-def find_tile(tile, q_starts, stride_q_starts, batch, padded_heads, BM: tl.constexpr):
+def find_tile(tile, lengths, num_requests, padded_heads, BM: tl.constexpr):
     """Return (request, row tile of it) of a row tile among all; request −1 past the last."""
     request = tl.zeros((), tl.int32) - 1
     row_tile = tile * 0
     before = tile * 0
-    for start in range(0, batch, 128):
+    for start in range(0, num_requests, 128):
         each = start + tl.arange(0, 128)
-        at = each.to(tl.int64) * stride_q_starts
-        is_request = each < batch
-        first = tl.load(q_starts + at, mask=is_request, other=0).to(tl.int32)
-        last = tl.load(q_starts + at + stride_q_starts, mask=is_request, other=0).to(tl.int32)
+        at = each.to(tl.int64) * lengths.stride_q_starts
+        is_request = each < num_requests
+        first = tl.load(lengths.q_starts + at, mask=is_request, other=0).to(tl.int32)
+        last_at = lengths.q_starts + at + lengths.stride_q_starts
+        last = tl.load(last_at, mask=is_request, other=0).to(tl.int32)
         tiles = (last - first) * (padded_heads // BM)
         ends = before + tl.cumsum(tiles, 0)
         is_it = (ends - tiles <= tile) & (tile < ends)
@@ -219,72 +247,53 @@ def _cta_at(position, used_ctas, total_tiles):
     return (((position + 1) * used_ctas - 1) // total_tiles).to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "heads",
-        "window",
-        "rank",
-        "world",
-        "interleave",
-        "num_ctas",
-        "min_tiles",
-        "slot_rows",
-        "own_tiles_each",
-        "own_count",
-        "stride_q_starts",
-        "stride_kv_lens",
-    ]
-)
+# differ from call to call: specialised, each would compile further kernels
+VARYING = [
+    *("num_requests", "heads", "window", "plan_ctas", "min_tiles", "slot_rows"),
+    *("own_tiles", "own_splits"),
+]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _plan_decode_kernel(
-    q_starts,
-    kv_lens,
-    items,  # [batch + num_ctas, COLUMNS] int32
-    cta_starts,  # [num_ctas + 1] int32
-    partial_starts,  # [batch + 1] int32
-    batch,
+    num_requests,
     heads,
     window,
-    rank,
-    world,
-    interleave,
-    num_ctas,
+    plan_ctas,  # not num_ctas, which is an option of a launch
     min_tiles,
     slot_rows,
-    own_tiles_each,  # `OwnSplits`
-    own_count,
-    stride_q_starts,
-    stride_kv_lens,
-    MASK: tl.constexpr,
-    IS_SHARDED: tl.constexpr,
-    HAS_OWN_SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    LINE_TYPE: tl.constexpr,
-    EVEN_TENTHS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    own_tiles,  # `OwnSplits`
+    own_splits,
+    lengths,  # `LengthArguments`
+    shard,  # `KVShard`
+    plan,  # `PlanArguments`
+    TRAITS: tl.constexpr,
 ):
-    shard = (rank, world, interleave)
+    MASK: tl.constexpr = TRAITS.MASK
+    IS_SHARDED: tl.constexpr = TRAITS.IS_SHARDED
+    HAS_OWN_SPLITS: tl.constexpr = TRAITS.HAS_OWN_SPLITS
+    TILE: tl.constexpr = TRAITS.TILE
+    REQUESTS: tl.constexpr = TRAITS.REQUESTS
+    ITEMS: tl.constexpr = TRAITS.ITEMS
+    LINE_TYPE: tl.constexpr = TRAITS.LINE_TYPE
+    items, cta_starts, partial_starts = plan
     total_tiles = tl.zeros((), LINE_TYPE)
     longest = tl.zeros((), LINE_TYPE)
     active = tl.zeros((), LINE_TYPE)  # requests with queries
-    for start in range(0, batch, 128):
+    for start in range(0, num_requests, 128):
         request = start + tl.arange(0, 128)
-        _, q_len, kv_len = load_lengths(
-            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request < batch
-        )
+        _, q_len, kv_len = load_lengths(lengths, request, request < num_requests)
         _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
         total_tiles += tl.sum(num_tiles.to(LINE_TYPE), 0)
         longest = tl.maximum(longest, tl.max(num_tiles, 0).to(LINE_TYPE))
         active += tl.sum((num_tiles > 0).to(LINE_TYPE), 0)
-    used_ctas = tl.minimum(num_ctas.to(LINE_TYPE), tl.maximum(total_tiles // min_tiles, 1))
-    max_splits = tl.minimum(num_ctas // tl.maximum(active, 1), longest // min_tiles)
+    used_ctas = tl.minimum(plan_ctas.to(LINE_TYPE), tl.maximum(total_tiles // min_tiles, 1))
+    max_splits = tl.minimum(plan_ctas // tl.maximum(active, 1), longest // min_tiles)
     max_splits = tl.maximum(max_splits, 1)
     max_tiles = tl.maximum((longest + max_splits - 1) // max_splits, 1)  # of a split
-    requests_each = (active + num_ctas - 1) // num_ctas
+    requests_each = (active + plan_ctas - 1) // plan_ctas
     share = (total_tiles + used_ctas - 1) // used_ctas
-    is_even = 10 * max_tiles * requests_each <= EVEN_TENTHS * share
+    is_even = 10 * max_tiles * requests_each <= TRAITS.EVEN_TENTHS * share
     if HAS_OWN_SPLITS:
         is_even = total_tiles >= 0
     total_tiles = tl.maximum(total_tiles, 1)
@@ -293,11 +302,9 @@ def _plan_decode_kernel(
     num_items = tl.zeros((), tl.int32)
     num_slots = tl.zeros((), tl.int32)
     tl.store(partial_starts, 0)
-    for start in range(0, batch, REQUESTS):
+    for start in range(0, num_requests, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        q_first, q_len, kv_len = load_lengths(
-            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request < batch
-        )
+        q_first, q_len, kv_len = load_lengths(lengths, request, request < num_requests)
         first_tile, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
         wide = num_tiles.to(LINE_TYPE)
         position = line + tl.cumsum(wide, 0) - wide
@@ -306,16 +313,16 @@ def _plan_decode_kernel(
         num_splits = tl.where(num_tiles > 0, last_cta - first_cta + 1, 0)
         even_splits = ((wide + max_tiles - 1) // max_tiles).to(tl.int32)
         num_splits = tl.where(is_even, even_splits, num_splits)
-        own_tiles = num_tiles
+        split_tiles = num_tiles
         if HAS_OWN_SPLITS:
-            own_tiles, num_splits = own_split_tiles(num_tiles, own_tiles_each, own_count)
+            split_tiles, num_splits = own_split_tiles(num_tiles, own_tiles, own_splits)
         line_splits = tl.where(is_even, 0, num_splits)  # of a balanced plan
         has_room = q_len.to(LINE_TYPE) * heads <= slot_rows
         own_items = tl.where(has_room, num_splits, tl.minimum(num_splits, 1))
         own_slots = tl.where(own_items > 1, own_items, 0)
         item = num_items + tl.cumsum(own_items, 0) - own_items
         slots_end = num_slots + tl.cumsum(own_slots, 0)
-        tl.store(partial_starts + 1 + request, slots_end, mask=request < batch)
+        tl.store(partial_starts + 1 + request, slots_end, mask=request < num_requests)
         for split_start in range(0, tl.max(num_splits, 0), ITEMS):
             split = split_start + tl.arange(0, ITEMS)[None, :]
             cta = first_cta[:, None] + split
@@ -329,14 +336,14 @@ def _plan_decode_kernel(
             begins = tl.where(is_even, split * wide[:, None] // splits, begins)
             ends = tl.where(is_even, (split + 1) * wide[:, None] // splits, ends)
             if HAS_OWN_SPLITS:
-                begins = split * own_tiles[:, None]
-                ends = tl.minimum(begins + own_tiles[:, None], num_tiles[:, None])
+                begins = split * split_tiles[:, None]
+                ends = tl.minimum(begins + split_tiles[:, None], num_tiles[:, None])
             is_split = (own_items > 1)[:, None]
             first = tl.where(is_split, begins, 0).to(tl.int32)
             last = tl.where(is_split, ends, wide[:, None]).to(tl.int32)
             slot = tl.where(is_split, (slots_end - own_slots)[:, None] + split, -1)
             is_item = split < own_items[:, None]
-            at = items + (item[:, None] + split) * COLUMNS
+            at = items + (item[:, None] + split) * TRAITS.COLUMNS
             tl.store(at, request[:, None] + split * 0, mask=is_item)
             tl.store(at + 1, (first_tile[:, None] + first) * TILE, mask=is_item)
             tl.store(at + 2, (first_tile[:, None] + last) * TILE, mask=is_item)
@@ -354,10 +361,10 @@ def _plan_decode_kernel(
         num_items += tl.sum(own_items, 0)
         num_slots += tl.sum(own_slots, 0)
     if HAS_OWN_SPLITS:
-        requests_each = ((num_items + num_ctas - 1) // num_ctas).to(LINE_TYPE)  # items, here
-    for start in range(0, num_ctas + 1, 128):
+        requests_each = ((num_items + plan_ctas - 1) // plan_ctas).to(LINE_TYPE)  # items, here
+    for start in range(0, plan_ctas + 1, 128):
         cta = start + tl.arange(0, 128)
         even_start = tl.minimum(cta * requests_each, num_items).to(tl.int32)
         first_item = tl.where(is_even, even_start, num_items)
-        is_due = (cta >= tl.where(is_even, 0, used_ctas)) & (cta <= num_ctas)
+        is_due = (cta >= tl.where(is_even, 0, used_ctas)) & (cta <= plan_ctas)
         tl.store(cta_starts + cta, first_item, mask=is_due)

@@ -10,12 +10,15 @@ Lineage    own design; ideas: split-KV flash decoding, programmatic dependent la
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlakit.kernels.launch import launch
+from mlakit.kernels.triton.arguments import output_arguments
 from mlakit.kernels.triton.configs import pick_decode_merge_config
 from mlakit.kernels.triton.primitives import merge_splits, store_merged
 
@@ -35,18 +38,13 @@ def merge_list_splits(
     launch(
         _merge_list_splits_kernel,
         (triton.cdiv(tokens * heads, config.rows),),
-        *partials,
-        sink,
-        out,
-        lse,
-        max_logits,
-        tokens * heads,
-        heads,
-        num_splits,
-        0 if sink is None else sink.stride(0),
-        *out.stride()[:2],
-        *lse.stride(),
-        *max_logits.stride(),
+        num_rows=tokens * heads,
+        heads=heads,
+        num_splits=num_splits,
+        stride_lse_token=lse.stride(0),
+        stride_max_token=max_logits.stride(0),
+        partials=PartialArguments(*partials),
+        outputs=output_arguments(out, lse, max_logits, sink=sink),
         V_WIDTH=v_width,
         COLUMNS=triton.next_power_of_2(v_width),
         ROWS=config.rows,
@@ -57,28 +55,33 @@ def merge_list_splits(
     )
 
 
-VARYING = [
-    "num_rows", "heads", "num_splits", "stride_sink", "stride_lse_token", "stride_lse_head",
-    "stride_max_token", "stride_max_head",
-]  # fmt: skip
+class PartialArguments(NamedTuple):
+    """The partials of splits, float32."""
+
+    out: Tensor  # [num_splits, tokens, heads, V_WIDTH]
+    lse: Tensor  # [num_splits, tokens, heads]
+    max_logits: Tensor
+
+
+# differ from call to call: specialised, each would compile further kernels
+VARYING = ["num_rows", "heads", "num_splits", "stride_lse_token", "stride_max_token"]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _merge_list_splits_kernel(
-    partial_out,  # [num_splits, rows, V_WIDTH] float32
-    partial_lse, partial_max,  # [num_splits, rows] float32
-    sink,  # [heads] float32, or None
-    out, lse, max_logits,
     num_rows,  # tokens · heads
-    heads, num_splits,
-    stride_sink, stride_out_token, stride_out_head,
-    stride_lse_token, stride_lse_head, stride_max_token, stride_max_head,
+    heads,
+    num_splits,
+    stride_lse_token,
+    stride_max_token,
+    partials,  # `PartialArguments`
+    outputs,  # `OutputArguments`
     V_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,  # of each row, read at the same time
     IS_CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     if IS_CHAINED:
         gdc_launch_dependents()  # the next kernel waits for this one
         gdc_wait()
@@ -96,10 +99,10 @@ def _merge_list_splits_kernel(
         at = split.to(tl.int64)[:, None] * num_rows + row[None, :]
         exists = (split < num_splits)[:, None] & is_row[None, :]
         # loaded together: latency, not bandwidth, is the limit
-        split_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
-        split_max = tl.load(partial_max + at, mask=exists, other=-float("inf"))
+        split_lse = tl.load(partials.lse + at, mask=exists, other=-float("inf"))
+        split_max = tl.load(partials.max_logits + at, mask=exists, other=-float("inf"))
         values = tl.load(
-            partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
+            partials.out + at[:, :, None] * V_WIDTH + column[None, None, :],
             mask=exists[:, :, None] & in_row,
             other=0.0,
         )
@@ -109,8 +112,9 @@ def _merge_list_splits_kernel(
         max_logit = tl.maximum(max_logit, tl.max(tl.where(is_nan, -float("inf"), split_max), 0))
     token = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
-    out_rows = out + (token * stride_out_token + head * stride_out_head)
-    lse_at = lse + token * stride_lse_token + head * stride_lse_head
-    store_merged(row_max, row_sum, acc, sink, stride_sink, head, out_rows, lse_at, is_row, V_WIDTH)
+    out_rows = outputs.out + (token * outputs.stride_out_token + head * outputs.stride_out_head)
+    lse_at = outputs.lse + token * stride_lse_token + head * outputs.stride_lse_head
+    store_merged(row_max, row_sum, acc, outputs, head, out_rows, lse_at, is_row, V_WIDTH)
     max_logit = tl.where(num_nan > 0, float("nan"), max_logit)
-    tl.store(max_logits + token * stride_max_token + head * stride_max_head, max_logit, mask=is_row)
+    max_at = outputs.max_logits + token * stride_max_token + head * outputs.stride_max_head
+    tl.store(max_at, max_logit, mask=is_row)

@@ -372,6 +372,35 @@ def test_the_script_checker_sees():
     assert not is_script("logger = getLogger(__name__)")
 
 
+# options of a launch, which Triton takes from a kernel's argument of the same name
+LAUNCH_OPTIONS = {
+    *("num_warps", "num_ctas", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid"),
+    *("grid", "warmup", "debug", "arch", "warp_size", "waves_per_eu", "enable_fp_fusion"),
+}
+
+
+def arguments_that_are_options(source: str) -> list[str]:
+    """Return the arguments of kernels that have the name of an option."""
+    return [
+        argument.arg
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+        for argument in node.args.args
+        if argument.arg in LAUNCH_OPTIONS
+    ]
+
+
+def test_no_argument_of_a_kernel_is_an_option_of_its_launch():
+    found = {path: arguments_that_are_options(source) for path, source in SOURCES.items()}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_the_argument_checker_sees():
+    assert arguments_that_are_options("def a_kernel(x, num_ctas): pass") == ["num_ctas"]
+    assert arguments_that_are_options("def a_kernel(x, plan_ctas): pass") == []
+    assert arguments_that_are_options("def launch_it(x, num_ctas): pass") == []
+
+
 def vague_words(path: Path) -> set[str]:
     return {word for part in path.parts for word in Path(part).stem.split("_")} & VAGUE_NAMES
 

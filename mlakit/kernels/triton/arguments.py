@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.cache import CacheLayer
+from mlakit.cache import CacheLayer, PageTable
 
 
-class Query(NamedTuple):
+class QueryArguments(NamedTuple):
     """The absorbed queries."""
 
     latent: Tensor  # [tokens, heads, D_C], e4m3 as uint8
@@ -33,7 +33,7 @@ class Query(NamedTuple):
     stride_scale: int
 
 
-class Cache(NamedTuple):
+class CacheArguments(NamedTuple):
     """The rows of a cache."""
 
     payload: Tensor  # [pages, page_size, row], FP8 as uint8
@@ -46,8 +46,8 @@ class Cache(NamedTuple):
     stride_scales_row: int
 
 
-class Results(NamedTuple):
-    """The results of attention, or float32 partials of splits."""
+class OutputArguments(NamedTuple):
+    """The tensors that results are written to, or float32 partials of splits."""
 
     out: Tensor  # [tokens, heads, V_WIDTH]
     lse: Tensor  # [tokens, heads] float32
@@ -60,48 +60,64 @@ class Results(NamedTuple):
     stride_sink: int
 
 
-def query_of(latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:
-    return Query(
-        latent=as_bytes(latent),
-        rope=as_bytes(rope),
-        scale=scale,
-        stride_token=latent.stride(0),
-        stride_head=latent.stride(1),
-        stride_rope_token=rope.stride(0),
-        stride_rope_head=rope.stride(1),
-        stride_scale=stride_of(scale, 0),
+class LengthArguments(NamedTuple):
+    """The queries and the keys of each request."""
+
+    q_starts: Tensor  # [batch + 1]
+    kv_lens: Tensor  # [batch]
+    stride_q_starts: int
+    stride_kv_lens: int
+
+
+class PageTableArguments(NamedTuple):
+    """The cache rows of each request."""
+
+    entries: Tensor  # [batch, max_pages] pages, or [n] slots
+    starts: Tensor | None  # [batch + 1], where the slots of a request start; None: pages
+    stride_entry: int
+    stride_starts: int
+
+
+def query_arguments(latent: Tensor, rope: Tensor, scale: Tensor | None) -> QueryArguments:
+    return QueryArguments(
+        *(as_bytes(latent), as_bytes(rope), scale),
+        *(*latent.stride()[:2], *rope.stride()[:2], stride_of(scale, 0)),
     )
 
 
-def cache_of(layer: CacheLayer) -> Cache:
+def cache_arguments(layer: CacheLayer) -> CacheArguments:
     payload, scales, scale = as_bytes(layer.payload), layer.scales, layer.tensor_scale
-    is_on_device = isinstance(scale, Tensor)
-    return Cache(
-        payload=payload,
-        scales=scales,
-        tensor_scale=1.0 if is_on_device else float(scale),
-        device_scale=scale.to(payload.device) if is_on_device else None,
-        stride_page=payload.stride(0),
-        stride_row=payload.stride(1),
-        stride_scales_page=stride_of(scales, 0),
-        stride_scales_row=stride_of(scales, 1),
+    host_scale, device_scale = 1.0, None
+    if isinstance(scale, Tensor):
+        device_scale = scale.to(payload.device)
+    else:
+        host_scale = float(scale)
+    scales_strides = (0, 0) if scales is None else scales.stride()[:2]
+    return CacheArguments(
+        *(payload, scales, host_scale, device_scale),
+        *(*payload.stride()[:2], *scales_strides),
     )
 
 
-def results_of(
+def length_arguments(q_starts: Tensor, kv_lens: Tensor) -> LengthArguments:
+    return LengthArguments(q_starts, kv_lens, *q_starts.stride(), *kv_lens.stride())
+
+
+def page_table_arguments(page_table: PageTable) -> tuple[PageTableArguments, int]:
+    """Return the arguments, and the stride from a request to the next: 0 for slots."""
+    starts, entries = page_table if isinstance(page_table, tuple) else (None, page_table)
+    strides = entries.stride()
+    arguments = PageTableArguments(entries, starts, strides[-1], stride_of(starts, 0))
+    return arguments, strides[0] if starts is None else 0
+
+
+def output_arguments(
     out: Tensor, lse: Tensor, max_logits: Tensor | None = None, *, sink: Tensor | None = None
-) -> Results:
-    """Return results, or partials [splits, ...] of them."""
-    return Results(
-        out=out,
-        lse=lse,
-        max_logits=max_logits,
-        sink=sink,
-        stride_out_token=out.stride(-3),
-        stride_out_head=out.stride(-2),
-        stride_lse_head=lse.stride(-1),
-        stride_max_head=stride_of(max_logits, -1),
-        stride_sink=stride_of(sink, 0),
+) -> OutputArguments:
+    """Return the arguments for results, or for partials [splits, ...] of them."""
+    return OutputArguments(
+        *(out, lse, max_logits, sink),
+        *(*out.stride()[-3:-1], lse.stride()[-1], stride_of(max_logits, -1), stride_of(sink, 0)),
     )
 
 

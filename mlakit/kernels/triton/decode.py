@@ -22,16 +22,23 @@ from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
 from mlakit.kernels.decode_merge import (
+    PartialArguments,
     RowTileSplits,
     clear_results,
     merge_partials,
     rows_per_slot,
 )
-from mlakit.kernels.decode_plan import plan_decode
+from mlakit.kernels.decode_plan import NO_PLAN, PlanArguments, plan_decode
 from mlakit.kernels.launch import Target, launch, target
-from mlakit.kernels.triton.arguments import as_bytes
+from mlakit.kernels.triton.arguments import (
+    cache_arguments,
+    length_arguments,
+    output_arguments,
+    page_table_arguments,
+    query_arguments,
+)
 from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
-from mlakit.kernels.triton.decode_kernel import mla_decode_kernel
+from mlakit.kernels.triton.decode_kernel import Traits, mla_decode_kernel
 from mlakit.kernels.triton.rows import (
     compute_types,
     latent_type,
@@ -74,67 +81,47 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
         (schedule.partial_rows, out.shape[-1]), torch.float32, out.device
     )
     partial_lse = workspace.scratch((schedule.partial_rows,), torch.float32, out.device)
-    is_flat = isinstance(page_table, tuple)
-    starts, table = page_table if isinstance(page_table, tuple) else (None, page_table)
-    payload, scales, scale = as_bytes(layer.payload), layer.scales, layer.tensor_scale
-    host_scale = 1.0 if isinstance(scale, Tensor) else float(scale)
+    cache = cache_arguments(layer)
+    table, stride_table_request = page_table_arguments(page_table)
     launch(
         mla_decode_kernel,
         schedule.grid,
-        as_bytes(q_latent),
-        as_bytes(q_rope),
-        q_scale,
-        payload,
-        scales,
-        table,
-        starts,
-        q_starts,
-        kv_lens,
-        sink,
-        scale.to(payload.device) if isinstance(scale, Tensor) else None,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        *((plan.items, plan.cta_starts, plan.partial_starts) if plan else (None, None, None)),
         # a scale of 0 would turn the −inf of a hidden key into NaN
-        max(abs(softmax_scale) * log2(e) * host_scale, SMALLEST_SCALE),
-        host_scale,
-        heads,
-        padded_heads,
-        mask.window,
-        *shard,
-        schedule.slot_rows,
-        schedule.split_tiles,
-        batch,
-        *q_latent.stride()[:2],
-        *q_rope.stride()[:2],
-        0 if q_scale is None else q_scale.stride(0),
-        payload.stride(0),
-        0 if scales is None else scales.stride(0),
-        *((0, table.stride(0)) if is_flat else table.stride()),
-        0 if starts is None else starts.stride(0),
-        q_starts.stride(0),
-        kv_lens.stride(0),
-        0 if sink is None else sink.stride(0),
-        *out.stride()[:2],
-        *lse.stride(),
-        MASK=mask.traits,
-        IS_SHARDED=shard.world > 1,
-        ROW=row_traits(layer, tiles, types, has_fp8=device.has_fp8),
-        PAGE=layer.page_size,
-        STRIDE_ROW=payload.stride(1),
-        STRIDE_SCALES_ROW=0 if scales is None else scales.stride(1),
-        IS_NEGATIVE=softmax_scale < 0,
-        IS_UNCHAINED=config.is_unchained,
-        CUTS_TILES=plan is not None and plan.tile % config.block_n > 0,
-        ITEM_COLUMNS=plan.items.shape[1] if plan else 0,
-        BM=config.block_m,
-        BN=config.block_n,
+        scale_log2=max(abs(softmax_scale) * log2(e) * cache.tensor_scale, SMALLEST_SCALE),
+        heads=heads,
+        padded_heads=padded_heads,
+        window=mask.window,
+        slot_rows=schedule.slot_rows,
+        split_tiles=schedule.split_tiles,
+        num_requests=batch,
+        stride_table_request=stride_table_request,
+        stride_lse_token=lse.stride(0),
+        query=query_arguments(q_latent, q_rope, q_scale),
+        cache=cache,
+        page_table=table,
+        lengths=length_arguments(q_starts, kv_lens),
+        shard=shard,
+        plan=PlanArguments(plan.items, plan.cta_starts, plan.partial_starts) if plan else NO_PLAN,
+        partials=PartialArguments(partial_out, partial_lse),
+        outputs=output_arguments(out, lse, sink=sink),
+        TRAITS=Traits(
+            MASK=mask.traits,
+            IS_SHARDED=shard.world > 1,
+            ROW=row_traits(layer, tiles, types, has_fp8=device.has_fp8),
+            PAGE=layer.page_size,
+            STRIDE_ROW=cache.stride_row,
+            STRIDE_SCALES_ROW=cache.stride_scales_row,
+            IS_NEGATIVE=softmax_scale < 0,
+            IS_UNCHAINED=config.is_unchained,
+            CUTS_TILES=plan is not None and plan.tile % config.block_n > 0,
+            ITEM_COLUMNS=plan.items.shape[1] if plan else 0,
+            BM=config.block_m,
+            BN=config.block_n,
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # one pointer per key: on these GPUs the assembler spills rather than use more registers
-        **({"maxnreg": 255} if device.arch in (89, 120) and is_flat else {}),
+        **({"maxnreg": 255} if device.arch in (89, 120) and table.starts is not None else {}),
     )
     if schedule.partial_rows == 0:
         return

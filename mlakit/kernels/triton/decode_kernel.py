@@ -12,6 +12,8 @@ Lineage    own design; ideas: split-KV flash decoding
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -34,6 +36,52 @@ from mlakit.kernels.triton.primitives import (
     softmax_step,
     zero_acc,
 )
+from mlakit.kernels.triton.rows import RowTraits
+from mlakit.model.masks import MaskTraits
+
+
+class Traits(NamedTuple):
+    """The constants that the kernel is compiled for."""
+
+    MASK: MaskTraits
+    IS_SHARDED: bool
+    ROW: RowTraits
+    PAGE: int  # rows of a page
+    STRIDE_ROW: int
+    STRIDE_SCALES_ROW: int
+    IS_NEGATIVE: bool
+    IS_UNCHAINED: bool
+    CUTS_TILES: bool  # items may begin inside a tile
+    ITEM_COLUMNS: int
+    BM: int
+    BN: int
+
+
+class Numbers(NamedTuple):
+    """The arguments that are no tuples, in the kernel."""
+
+    scale_log2: tl.tensor
+    tensor_scale: tl.tensor
+    heads: tl.tensor
+    padded_heads: tl.tensor
+    window: tl.tensor
+    stride_table_request: tl.tensor
+    stride_lse_token: tl.tensor
+
+
+class WorkTile(NamedTuple):
+    """BM heads of one query over the keys [first_key, last_key) of its request, in the kernel."""
+
+    first_row: tl.tensor
+    first_key: tl.tensor
+    last_key: tl.tensor
+    is_final: tl.tensor  # stores results, else a partial
+    partial_row: tl.tensor  # of the scratch
+    request: tl.tensor
+    q_first: tl.tensor
+    q_len: tl.tensor
+    kv_len: tl.tensor
+    opaque_zero: tl.tensor  # a zero that the compiler cannot see
 
 
 @triton.jit
@@ -93,50 +141,52 @@ def _store_columns(
 
 @triton.jit
 def _attend(
-    first_row, first_key, last_key, is_final, partial_row, request, q_first, q_len, kv_len,
-    q_latent, q_rope, q_scale, payload, scales, table, starts, sink, out, lse, partial_out,
-    partial_lse, scale_log2, tensor_scale, heads, padded_heads, window, shard, q_strides,
-    pool_strides, table_strides, stride_sink, result_strides, opaque_zero,
-    CUTS_TILES: tl.constexpr, MASK: tl.constexpr, IS_SHARDED: tl.constexpr, ROW: tl.constexpr,
-    PAGE: tl.constexpr, STRIDE_ROW: tl.constexpr, STRIDE_SCALES_ROW: tl.constexpr,
-    IS_NEGATIVE: tl.constexpr, IS_UNCHAINED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Attention of BM heads of one query over the keys [first_key, last_key) of its request.
-
-    Stores results if `is_final`, else a partial to the scratch rows from `partial_row` on.
-    """
-    stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale = q_strides
-    stride_page, stride_scales_page = pool_strides
-    stride_table_request, stride_table_entry, stride_starts = table_strides
-    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head = result_strides
-    IS_FLAT: tl.constexpr = starts is not None
+    work, numbers, query, cache, page_table, shard, partials, outputs, TRAITS: tl.constexpr
+):
+    """Attention of one work tile."""
+    MASK: tl.constexpr = TRAITS.MASK
+    IS_SHARDED: tl.constexpr = TRAITS.IS_SHARDED
+    ROW: tl.constexpr = TRAITS.ROW
+    PAGE: tl.constexpr = TRAITS.PAGE
+    STRIDE_ROW: tl.constexpr = TRAITS.STRIDE_ROW
+    STRIDE_SCALES_ROW: tl.constexpr = TRAITS.STRIDE_SCALES_ROW
+    IS_UNCHAINED: tl.constexpr = TRAITS.IS_UNCHAINED
+    BM: tl.constexpr = TRAITS.BM
+    BN: tl.constexpr = TRAITS.BN
+    first_row, is_final, request = work.first_row, work.is_final, work.request
+    scale_log2, heads, padded_heads = numbers.scale_log2, numbers.heads, numbers.padded_heads
+    table = page_table.entries
+    IS_FLAT: tl.constexpr = page_table.starts is not None
     # keys may begin inside a tile
-    HAS_LOW: tl.constexpr = CUTS_TILES or MASK.IS_SLIDING or MASK.IS_CHUNKED
+    HAS_LOW: tl.constexpr = TRAITS.CUTS_TILES or MASK.IS_SLIDING or MASK.IS_CHUNKED
     ROPE_WIDTH: tl.constexpr = ROW.ROPE_WIDTH
     ROPE_UNIT: tl.constexpr = ROW.VALUE_UNIT if ROW.FACTORS == "row" else 1.0
-    query = first_row // padded_heads
+    index = first_row // padded_heads
     head = first_row % padded_heads + tl.arange(0, BM)
     is_row = head < heads
-    token = (q_first + query).to(tl.int64)
-    begin, end = seen_keys(query, q_len, kv_len, window, shard, MASK, IS_SHARDED)
-    begin = tl.maximum(begin, first_key)
-    end = tl.minimum(end, last_key)
+    token = (work.q_first + index).to(tl.int64)
+    begin, end = seen_keys(index, work.q_len, work.kv_len, numbers.window, shard, MASK, IS_SHARDED)
+    begin = tl.maximum(begin, work.first_key)
+    end = tl.minimum(end, work.last_key)
 
-    entries = table + request.to(tl.int64) * stride_table_request
+    entries = table + request.to(tl.int64) * numbers.stride_table_request
     if IS_FLAT:
-        first_entry = tl.load(starts + request.to(tl.int64) * stride_starts)
-        entries = table + first_entry.to(tl.int64) * stride_table_entry
-    pages = _load_pages(entries, begin // BN, end, stride_table_entry, BN, PAGE, IS_FLAT)
-    q_rows = q_latent + (token * stride_q_token + head.to(tl.int64) * stride_q_head)
-    rope_rows = q_rope + (token * stride_rope_token + head.to(tl.int64) * stride_rope_head)
+        start_at = page_table.starts + request.to(tl.int64) * page_table.stride_starts
+        first_entry = tl.load(start_at)
+        entries = table + first_entry.to(tl.int64) * page_table.stride_entry
+    pages = _load_pages(entries, begin // BN, end, page_table.stride_entry, BN, PAGE, IS_FLAT)
+    q_at = token * query.stride_token + head.to(tl.int64) * query.stride_head
+    q_rows = query.latent + q_at
+    rope_at = token * query.stride_rope_token + head.to(tl.int64) * query.stride_rope_head
+    rope_rows = query.rope + rope_at
     q = load_latent_query(q_rows, rope_rows, is_row, ROW)
     rotated_q = None
     if ROW.ROPE_WIDTH > 0:
         rotated_q = load_query(
             rope_rows, is_row, 0, ROW.ROPE_WIDTH, ROW.D_R, ROW.ROPE_DTYPE, ROW.HAS_FP8
         )
-    if q_scale is not None:
-        sign = tl.load(q_scale + token * stride_q_scale)
+    if query.scale is not None:
+        factor = tl.load(query.scale + token * query.stride_scale)
     row_max = tl.full([BM], -float("inf"), tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
     acc = zero_acc(BM, ROW)
@@ -147,23 +197,25 @@ def _attend(
         is_read = key < end
         if HAS_LOW:
             is_read = is_read & (key >= begin)
-        rows = _find_rows(payload, pages, tile, stride_page, STRIDE_ROW, BN, PAGE, IS_FLAT)
+        rows = _find_rows(
+            cache.payload, pages, tile, cache.stride_page, STRIDE_ROW, BN, PAGE, IS_FLAT
+        )
         scales_at = None
-        if scales is not None:
+        if cache.scales is not None:
             scales_at = _find_rows(
-                scales, pages, tile, stride_scales_page, STRIDE_SCALES_ROW, BN, PAGE,
-                IS_FLAT,
-            )  # fmt: skip
+                *(cache.scales, pages, tile, cache.stride_scales_page, STRIDE_SCALES_ROW),
+                *(BN, PAGE, IS_FLAT),
+            )
         # looked up one tile ahead: its row loads then wait for no other load
-        pages = _load_pages(entries, tile + 1, end, stride_table_entry, BN, PAGE, IS_FLAT)
+        pages = _load_pages(entries, tile + 1, end, page_table.stride_entry, BN, PAGE, IS_FLAT)
         latent, rope, factors = load_row_tile(rows, scales_at, is_read, ROW)
         if IS_UNCHAINED:
             scores = score_keys(q, rotated_q, latent, rope, factors, ROW, scale_log2)
         else:
             scores = score_keys(q, rotated_q, latent, rope, factors, ROW)
-        if q_scale is not None:
-            scores *= sign
-        if IS_NEGATIVE:
+        if query.scale is not None:
+            scores *= factor
+        if TRAITS.IS_NEGATIVE:
             scores = -scores
         scores = tl.where(is_read[None, :], scores, -float("inf"))
         if IS_UNCHAINED:
@@ -179,31 +231,31 @@ def _attend(
             acc_rope = accumulate_rope_pv(acc_rope, probs, rescale, rope, factors, ROW)
 
     # computed again, with an opaque zero: kept through the loop, they would take registers
-    head = (first_row + opaque_zero) % padded_heads + tl.arange(0, BM)
+    head = (first_row + work.opaque_zero) % padded_heads + tl.arange(0, BM)
     is_row = head < heads
     head = head.to(tl.int64)
     # a partial has no sink: the merge kernel adds it once
     sink_log2 = None
-    if sink is not None:
-        sink_log2 = load_sink(sink, head, stride_sink, is_row)
+    if outputs.sink is not None:
+        sink_log2 = load_sink(outputs, head, is_row)
         sink_log2 = tl.where(is_final, sink_log2, -float("inf"))
     denominator, row_lse = finish_softmax(row_max, row_sum, sink_log2)
-    scale = (tensor_scale / denominator)[:, None]
-    partial_rows = partial_row + tl.arange(0, BM)
+    scale = (numbers.tensor_scale / denominator)[:, None]
+    partial_rows = work.partial_row + tl.arange(0, BM)
     if is_final:
-        lse_at = lse + token * stride_lse_token + head * stride_lse_head
+        lse_at = outputs.lse + token * numbers.stride_lse_token + head * outputs.stride_lse_head
         tl.store(lse_at, row_lse, mask=is_row)
     else:
-        tl.store(partial_lse + partial_rows, row_lse, mask=is_row)
-    out_at = out + (token * stride_out_token + head * stride_out_head)
-    partial_at = partial_out + partial_rows * ROW.V_WIDTH
+        tl.store(partials.lse + partial_rows, row_lse, mask=is_row)
+    out_at = outputs.out + (token * outputs.stride_out_token + head * outputs.stride_out_head)
+    partial_at = partials.out + partial_rows * ROW.V_WIDTH
     VALUE_PIECES: tl.constexpr = ROW.VALUE_PIECES
     for piece in tl.static_range(VALUE_PIECES):
         values = acc[piece] * (scale * (1.0 / ROW.VALUE_UNIT))
         _store_columns(
-            out_at, partial_at, is_final, is_row, values, piece * ROW.WIDTH,
-            min(ROW.V_WIDTH, ROW.D_C),
-        )  # fmt: skip
+            *(out_at, partial_at, is_final, is_row, values),
+            *(piece * ROW.WIDTH, min(ROW.V_WIDTH, ROW.D_C)),
+        )
     if ROW.V_WIDTH > ROW.D_C:
         values = acc_rope * (scale * (1.0 / ROPE_UNIT))
         _store_columns(out_at, partial_at, is_final, is_row, values, ROW.D_C, ROW.V_WIDTH)
@@ -211,85 +263,72 @@ def _attend(
 
 # differ from call to call: specialised, each would compile further kernels
 VARYING = [
-    "scale_log2", "tensor_scale", "heads", "padded_heads", "window", "rank", "world", "interleave",
-    "slot_rows", "split_tiles", "batch", "stride_q_scale", "stride_table_request",
-    "stride_table_entry", "stride_starts", "stride_q_starts", "stride_kv_lens", "stride_sink",
-    "stride_lse_token", "stride_lse_head",
-]  # fmt: skip
+    *("heads", "padded_heads", "window", "slot_rows", "split_tiles", "num_requests"),
+    *("stride_table_request", "stride_lse_token"),
+]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def mla_decode_kernel(
-    q_latent, q_rope, q_scale,  # [tokens, heads, D_C], [tokens, heads, D_R], [tokens] or None
-    payload, scales,  # [pages, PAGE, row], and the scales beside it or None
-    table, starts,  # [batch, max_pages], None; or [slots], [batch + 1]
-    q_starts, kv_lens,  # [batch + 1], [batch]
-    sink,  # [heads] float32 or None
-    device_scale,  # the tensor scale on the device, or None
-    out, lse,
-    partial_out, partial_lse,  # float32 [slots, slot_rows, V_WIDTH], [slots, slot_rows]
-    items, cta_starts, partial_starts,  # the plan, or None
-    scale_log2, tensor_scale, heads, padded_heads,
-    window, rank, world, interleave,  # of the mask and of the KV shard
-    slot_rows, split_tiles, batch,
-    stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale,
-    stride_page, stride_scales_page,
-    stride_table_request, stride_table_entry, stride_starts, stride_q_starts, stride_kv_lens,
-    stride_sink,
-    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
-    MASK: tl.constexpr,  # `MaskTraits`
-    IS_SHARDED: tl.constexpr,
-    ROW: tl.constexpr,  # `rows.RowTraits`
-    PAGE: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_SCALES_ROW: tl.constexpr,
-    IS_NEGATIVE: tl.constexpr,
-    IS_UNCHAINED: tl.constexpr,
-    CUTS_TILES: tl.constexpr,  # items may begin inside a tile
-    ITEM_COLUMNS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
+    scale_log2,  # times the tensor scale, where that is on the host
+    heads,
+    padded_heads,
+    window,
+    slot_rows,
+    split_tiles,
+    num_requests,
+    stride_table_request,
+    stride_lse_token,
+    query,  # `QueryArguments`
+    cache,  # `CacheArguments`
+    page_table,  # `PageTableArguments`
+    lengths,  # `LengthArguments`
+    shard,  # `KVShard`
+    plan,  # `PlanArguments`
+    partials,  # `PartialArguments`
+    outputs,  # `OutputArguments`
+    TRAITS: tl.constexpr,
+):
     """All items of a CTA of the plan, one after the other, or one split of one row tile."""
-    shard = (rank, world, interleave)
-    q_strides = (
-        stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale
-    )  # fmt: skip
-    IS_PLANNED: tl.constexpr = items is not None
-    if device_scale is not None:
-        tensor_scale = tl.load(device_scale).to(tl.float32)
+    MASK: tl.constexpr = TRAITS.MASK
+    IS_SHARDED: tl.constexpr = TRAITS.IS_SHARDED
+    ITEM_COLUMNS: tl.constexpr = TRAITS.ITEM_COLUMNS
+    BM: tl.constexpr = TRAITS.BM
+    BN: tl.constexpr = TRAITS.BN
+    IS_PLANNED: tl.constexpr = plan.items is not None
+    tensor_scale = cache.tensor_scale
+    if cache.device_scale is not None:
+        tensor_scale = tl.load(cache.device_scale).to(tl.float32)
         scale_log2 *= tensor_scale
+    numbers = Numbers(
+        *(scale_log2, tensor_scale, heads, padded_heads, window),
+        *(stride_table_request, stride_lse_token),
+    )
 
     first_item = tl.program_id(1)
     last_item = first_item + 1
     if IS_PLANNED:
-        first_item = tl.load(cta_starts + tl.program_id(1))
-        last_item = tl.load(cta_starts + tl.program_id(1) + 1)
+        first_item = tl.load(plan.cta_starts + tl.program_id(1))
+        last_item = tl.load(plan.cta_starts + tl.program_id(1) + 1)
     for item in range(first_item, last_item):
         if IS_PLANNED:
-            request = tl.load(items + ITEM_COLUMNS * item)
-            first_key = tl.load(items + ITEM_COLUMNS * item + 1)
-            last_key = tl.load(items + ITEM_COLUMNS * item + 2)
-            slot = tl.load(items + ITEM_COLUMNS * item + 3)
-            q_first, q_len, kv_len = load_lengths(
-                q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
-            )
+            request = tl.load(plan.items + ITEM_COLUMNS * item)
+            first_key = tl.load(plan.items + ITEM_COLUMNS * item + 1)
+            last_key = tl.load(plan.items + ITEM_COLUMNS * item + 2)
+            slot = tl.load(plan.items + ITEM_COLUMNS * item + 3)
+            q_first, q_len, kv_len = load_lengths(lengths, request, request >= 0)
             row_begin = tl.program_id(0) * BM
             row_end = q_len * padded_heads
             row_step = tl.num_programs(0) * BM
             slot_row = slot.to(tl.int64) * slot_rows + row_begin
             if (slot >= 0) & (row_end > slot_rows):
                 # a slot does not hold its partials: its first item computes the whole request
-                is_first = slot == tl.load(partial_starts + request)
+                is_first = slot == tl.load(plan.partial_starts + request)
                 row_end = tl.where(is_first, row_end, 0)
                 first_key, last_key, slot = 0, 0x7FFFFFFF, -1
         else:
-            request, row_tile = find_tile(
-                tl.program_id(1), q_starts, stride_q_starts, batch, padded_heads, BM
-            )
-            q_first, q_len, kv_len = load_lengths(
-                q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
-            )
+            request, row_tile = find_tile(tl.program_id(1), lengths, num_requests, padded_heads, BM)
+            q_first, q_len, kv_len = load_lengths(lengths, request, request >= 0)
             first_tile, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
             tiles, num_splits = own_split_tiles(num_tiles, split_tiles, tl.num_programs(0))
             split = tl.program_id(0)
@@ -302,14 +341,10 @@ def mla_decode_kernel(
             row_end = tl.where(is_split, row_begin + BM, 0)
             row_step = BM
         for first_row in range(row_begin, row_end, row_step):
-            _attend(
-                first_row, first_key, last_key, slot < 0,
-                slot_row + (first_row - row_begin), request, q_first, q_len, kv_len, q_latent,
-                q_rope, q_scale, payload, scales, table, starts, sink, out, lse, partial_out,
-                partial_lse, scale_log2, tensor_scale, heads, padded_heads, window, shard,
-                q_strides, (stride_page, stride_scales_page),
-                (stride_table_request, stride_table_entry, stride_starts), stride_sink,
-                (stride_out_token, stride_out_head, stride_lse_token, stride_lse_head), batch >> 31,
-                CUTS_TILES, MASK, IS_SHARDED, ROW, PAGE, STRIDE_ROW, STRIDE_SCALES_ROW,
-                IS_NEGATIVE, IS_UNCHAINED, BM, BN,
-            )  # fmt: skip
+            is_final = slot < 0
+            partial_row = slot_row + (first_row - row_begin)
+            work = WorkTile(
+                *(first_row, first_key, last_key, is_final, partial_row),
+                *(request, q_first, q_len, kv_len, num_requests >> 31),
+            )
+            _attend(work, numbers, query, cache, page_table, shard, partials, outputs, TRAITS)

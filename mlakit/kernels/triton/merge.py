@@ -21,6 +21,7 @@ from torch import Tensor
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import MergeArguments
 from mlakit.kernels.launch import launch
+from mlakit.kernels.triton.arguments import output_arguments
 from mlakit.kernels.triton.configs import MERGED_SPLITS, pick_merge_config
 from mlakit.kernels.triton.primitives import finish_merge, load_sink, merge_split
 
@@ -49,16 +50,12 @@ def _merge(
         (triton.cdiv(tokens * heads, config.rows),),
         tuple(partial for partial, _ in partials),
         tuple(partial_lse for _, partial_lse in partials),
-        sink,
-        out,
-        lse,
         tuple(stride for partial, _ in partials for stride in partial.stride()[:2]),
         tuple(stride for _, partial_lse in partials for stride in partial_lse.stride()),
-        0 if sink is None else sink.stride(0),
-        *out.stride()[:2],
-        *lse.stride(),
-        tokens * heads,
-        heads,
+        output_arguments(out, lse, sink=sink),
+        num_rows=tokens * heads,
+        heads=heads,
+        stride_lse_token=lse.stride(0),
         PARTIALS=len(partials),
         V_WIDTH=v_width,
         COLUMNS=triton.next_power_of_2(v_width),
@@ -67,22 +64,16 @@ def _merge(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "heads", "stride_sink"])
+@triton.jit(do_not_specialize=["num_rows", "heads"])
 def _merge_states_kernel(
     outs,  # a tuple of [tokens, heads, V_WIDTH]
     lses,  # a tuple of [tokens, heads] float32
-    sink,  # [heads] float32, or None
-    out,
-    lse,
     outs_strides,  # token and head of each partial
     lses_strides,
-    stride_sink,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_token,
-    stride_lse_head,
+    outputs,  # `OutputArguments`
     num_rows,  # tokens · heads
     heads,
+    stride_lse_token,
     PARTIALS: tl.constexpr,
     V_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -108,12 +99,12 @@ def _merge_states_kernel(
         )
         row_max, row_sum, acc = merge_split(row_max, row_sum, acc, partial_lse, partial)
     sink_log2 = None
-    if sink is not None:
-        sink_log2 = load_sink(sink, head, stride_sink, is_row)
+    if outputs.sink is not None:
+        sink_log2 = load_sink(outputs, head, is_row)
     merged, merged_lse = finish_merge(row_max, row_sum, acc, sink_log2)
-    tl.store(
-        out + (token * stride_out_token + head * stride_out_head)[:, None] + column[None, :],
-        merged.to(out.dtype.element_ty),
-        mask=is_row[:, None] & in_row,
-    )
-    tl.store(lse + token * stride_lse_token + head * stride_lse_head, merged_lse, mask=is_row)
+    mask = is_row[:, None] & in_row
+    row_at = token * outputs.stride_out_token + head * outputs.stride_out_head
+    at = outputs.out + row_at[:, None] + column[None, :]
+    tl.store(at, merged.to(outputs.out.dtype.element_ty), mask=mask)
+    lse_at = outputs.lse + token * stride_lse_token + head * outputs.stride_lse_head
+    tl.store(lse_at, merged_lse, mask=is_row)

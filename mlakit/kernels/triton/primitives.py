@@ -107,11 +107,10 @@ def finish_softmax(row_max, row_sum, sink_log2):
 
 
 @triton.jit
-def load_sink(sink, head, stride_sink, is_row):
-    """The attention sink of each row's head in base 2, [rows]; `sink` is [heads] float32."""
-    return (
-        tl.load(sink + head * stride_sink, mask=is_row, other=0.0) * 1.4426950408889634
-    )  # log2(e)
+def load_sink(outputs, head, is_row):
+    """The attention sink of each row's head in base 2, [rows]; outputs is `OutputArguments`."""
+    sink = tl.load(outputs.sink + head * outputs.stride_sink, mask=is_row, other=0.0)
+    return sink * 1.4426950408889634  # log2(e)
 
 
 @triton.jit
@@ -407,8 +406,7 @@ def store_merged(
     row_max,
     row_sum,
     acc,  # [rows, COLUMNS]
-    sink,  # [heads] float32, or None
-    stride_sink,
+    outputs,  # `OutputArguments`
     head,  # [rows]
     out_rows,  # pointers [rows]
     lse_at,  # pointers [rows]
@@ -417,8 +415,8 @@ def store_merged(
 ):
     """Store (out, lse) of a running merge, with the sink of each row's head."""
     sink_log2 = None
-    if sink is not None:
-        sink_log2 = load_sink(sink, head, stride_sink, is_row)
+    if outputs.sink is not None:
+        sink_log2 = load_sink(outputs, head, is_row)
     merged, merged_lse = finish_merge(row_max, row_sum, acc, sink_log2)
     column = tl.arange(0, acc.shape[1])
     tl.store(

@@ -18,7 +18,12 @@ from mlakit.kernels import workspace
 from mlakit.kernels.arguments import SparseArguments, filled
 from mlakit.kernels.launch import launch, target
 from mlakit.kernels.sparse_merge import merge_list_splits
-from mlakit.kernels.triton.arguments import cache_of, query_of, results_of, stride_of
+from mlakit.kernels.triton.arguments import (
+    cache_arguments,
+    output_arguments,
+    query_arguments,
+    stride_of,
+)
 from mlakit.kernels.triton.configs import RowTiles, pick_sparse_config, pick_sparse_splits
 from mlakit.kernels.triton.rows import (
     PLAIN,
@@ -65,14 +70,14 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         num_sms=device.num_sms,
         row_bytes=4 * (tiles.v_width + 2),
     )
-    results = results_of(out, lse, max_logits, sink=sink)
+    outputs = output_arguments(out, lse, max_logits, sink=sink)
     if num_splits > 1:
         rows = (num_splits, tokens, heads)
         partials = [
             workspace.scratch(shape, torch.float32, out.device)
             for shape in ((*rows, tiles.v_width), rows, rows)
         ]
-        results = results_of(*partials)
+        outputs = output_arguments(*partials)
     extra_layer, extra_rows, _ = lists[-1]
     launch(
         sparse_mla_kernel,
@@ -90,12 +95,12 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         extra_num_slots=extra_layer.num_slots,
         extra_page_size=_page_size(extra_layer),
         extra_stride_rows_token=extra_rows.stride(0),
-        stride_lse_token=results.lse.stride(-2),
-        stride_max_token=filled(results.max_logits).stride(-2),
-        query=query_of(q, q_rope, q_scale),
+        stride_lse_token=outputs.lse.stride(-2),
+        stride_max_token=filled(outputs.max_logits).stride(-2),
+        query=query_arguments(q, q_rope, q_scale),
         lists=_row_lists(*lists[0]),
         extra=None if a.extra is None else _row_lists(*lists[1]),
-        results=results,
+        outputs=outputs,
         TRAITS=Traits(
             HAS_EXTRA=a.extra is not None,
             ROW=row_traits(a.layer, tiles, types[0], has_fp8=device.has_fp8),
@@ -129,18 +134,12 @@ def _row_tiles(layer: CacheLayer) -> RowTiles:
 
 
 def _row_lists(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> RowLists:
-    cache = cache_of(layer)
+    cache = cache_arguments(layer)
     if _pages_adjoin(layer):
         cache = cache._replace(
             stride_page=cache.stride_row, stride_scales_page=cache.stride_scales_row
         )
-    return RowLists(
-        cache=cache,
-        rows=rows,
-        lens=lens,
-        stride_entry=rows.stride(1),
-        stride_lens=stride_of(lens, 0),
-    )
+    return RowLists(cache, rows, lens, rows.stride(1), stride_of(lens, 0))
 
 
 def _pages_adjoin(layer: CacheLayer) -> bool:

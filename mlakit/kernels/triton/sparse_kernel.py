@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.kernels.triton.arguments import Cache
+from mlakit.kernels.triton.arguments import CacheArguments
 from mlakit.kernels.triton.primitives import (
     accumulate_pv,
     accumulate_rope_pv,
@@ -38,7 +38,7 @@ from mlakit.kernels.triton.rows import RowTraits
 class RowLists(NamedTuple):
     """A cache, and for each token a list of its rows."""
 
-    cache: Cache
+    cache: CacheArguments
     rows: Tensor  # [tokens, topk]
     lens: Tensor | None  # [tokens]
     stride_entry: int
@@ -105,10 +105,10 @@ def sparse_mla_kernel(
     extra_stride_rows_token,
     stride_lse_token,
     stride_max_token,
-    query,  # `Query`
+    query,  # `QueryArguments`
     lists,  # `RowLists`
     extra,  # `RowLists` of a second cache, or None
-    results,  # `Results`; of several splits float32 [num_splits, ...]
+    outputs,  # `OutputArguments`; of several splits float32 [num_splits, ...]
     TRAITS: tl.constexpr,
 ):
     ROW: tl.constexpr = TRAITS.ROW
@@ -185,15 +185,15 @@ def sparse_mla_kernel(
     is_head = head < heads
     head64 = head.to(tl.int64)
     sink_log2 = None
-    if results.sink is not None:
-        sink_log2 = load_sink(results.sink, head, results.stride_sink, is_head)
+    if outputs.sink is not None:
+        sink_log2 = load_sink(outputs, head, is_head)
     denominator, row_lse = finish_softmax(row_max, row_sum, sink_log2)
     row = split.to(tl.int64) * tokens + token
-    lse_at = row * stride_lse_token + head64 * results.stride_lse_head
-    tl.store(results.lse + lse_at, row_lse, mask=is_head)
-    max_at = row * stride_max_token + head64 * results.stride_max_head
-    tl.store(results.max_logits + max_at, _max_logit(row_max, row_sum), mask=is_head)
-    out_rows = results.out + row * results.stride_out_token + head64 * results.stride_out_head
+    lse_at = row * stride_lse_token + head64 * outputs.stride_lse_head
+    tl.store(outputs.lse + lse_at, row_lse, mask=is_head)
+    max_at = row * stride_max_token + head64 * outputs.stride_max_head
+    tl.store(outputs.max_logits + max_at, _max_logit(row_max, row_sum), mask=is_head)
+    out_rows = outputs.out + row * outputs.stride_out_token + head64 * outputs.stride_out_head
     values = _scale_acc(
         acc, (acc_scale / denominator)[:, None], (rope_scale / denominator)[:, None], ROW
     )
