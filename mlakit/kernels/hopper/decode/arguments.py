@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mlakit.formats import FormatTraits
+from mlakit.kernels.hopper.device.softmax import ScoreTraits
 
 # integers that differ from call to call; other strides are nearly always 1 and cost no register
 VARYING = [
@@ -97,8 +98,7 @@ class Traits(NamedTuple):
     FORMAT: FormatTraits
     ROPE_COLUMN: int  # of the descriptor of rotated columns
     IS_CAUSAL: bool
-    SIGN: int  # of softmax_scale: 1, 0 or −1
-    IS_EXTERNAL_PLAN: bool  # the plan was not made for this kernel's tiles
+    SCORES: ScoreTraits
     ITEM_COLUMNS: int
     Q_BY_HEAD: bool  # heads-major: the tokens of a head are adjacent
     Q_ROPE_BY_HEAD: bool

@@ -56,6 +56,7 @@ from mlakit.kernels.hopper.decode.m64_fp8_qk import mla_decode_m64_fp8_qk_kernel
 from mlakit.kernels.hopper.decode.small_m_bf16 import mla_decode_small_m_bf16_kernel
 from mlakit.kernels.hopper.decode.small_m_fp8_kv import mla_decode_small_m_fp8_kv_kernel
 from mlakit.kernels.hopper.device.primitives import smem_layout
+from mlakit.kernels.hopper.device.softmax import ScoreTraits
 from mlakit.kernels.launch import launch, target
 from mlakit.model.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
@@ -114,6 +115,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
     rope_tiles, rope_token_rows = _query_tiles(q_rope, tiles.rows, D_R)
     copied_bytes = sum(tiles.rows * q.shape[-1] for q in (q_latent, q_rope) if q.dtype == E4M3)
     cache = _cache_arguments(kernel, layer, tiles, head_tiles, copied_bytes, q_scale)
+    is_external = plan.slot_rows != request_tiles * tiles.rows or plan.tile % BLOCK > 0
     options = {} if cache.config.MAX_REGISTERS is None else {"maxnreg": cache.config.MAX_REGISTERS}
     launch(
         KERNELS[kernel],
@@ -151,8 +153,10 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
             FORMAT=layer.codec.traits,
             ROPE_COLUMN=cache.rope_column,
             IS_CAUSAL=mask.is_causal,
-            SIGN=(softmax_scale > 0) - (softmax_scale < 0),
-            IS_EXTERNAL_PLAN=plan.slot_rows != request_tiles * tiles.rows or plan.tile % BLOCK > 0,
+            SCORES=ScoreTraits(
+                SIGN=(softmax_scale > 0) - (softmax_scale < 0),
+                IS_EXTERNAL_PLAN=is_external,
+            ),
             ITEM_COLUMNS=plan.items.shape[1],
             Q_BY_HEAD=_is_heads_major(q_latent),
             Q_ROPE_BY_HEAD=_is_heads_major(q_rope),

@@ -79,10 +79,10 @@ from mlakit.kernels.hopper.device.paged_loads import NO_ROW, wait_block
 from mlakit.kernels.hopper.device.primitives import acc_layout, opaque_zero, rescale_acc, zero_rows
 from mlakit.kernels.hopper.device.softmax import (
     INITIAL_ROW_MAX,
-    ScoreTraits,
-    apply_sign,
+    Logits,
     mask_scores,
     next_row_max,
+    visible_scores,
 )
 
 
@@ -95,19 +95,19 @@ def _add_qk(inputs, q, k, BLOCK: gl.constexpr, part, phase, zero, scores):
 
 
 @gluon.jit
-def _mask(scores, block, keys, IS_LAST: gl.constexpr, traits):
+def _mask(scores, block, keys, IS_LAST: gl.constexpr, logits):
     """Mask the last pair; those before have nothing to hide, unless the plan is external."""
     # besides, some compilers would keep the mask's columns in registers through the loop
-    if IS_LAST or traits.IS_EXTERNAL_PLAN:
-        return mask_scores(scores, block, keys, 1, traits)
+    if IS_LAST or logits.TRAITS.IS_EXTERNAL_PLAN:
+        return mask_scores(scores, block, keys, 1, logits)
     else:
-        return apply_sign(scores, traits.SIGN)
+        return visible_scores(scores, logits)
 
 
 @gluon.jit
 def _even_pair(
     pair, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max, row_sum, scores,
-    next_even, next_odd, scale_log2, IS_LAST: gl.constexpr, traits,
+    next_even, next_odd, logits, IS_LAST: gl.constexpr,
 ):  # fmt: skip
     """The even warpgroup's side of a pair of blocks; `next_*` are the rows of the next pair."""
     SCORES: gl.constexpr = scores.type.layout
@@ -121,10 +121,10 @@ def _even_pair(
     if not IS_LAST:
         load_part(inputs.kv_rope, rows_even, 512, barriers.rope_even, smem.rope, 0, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
-    scores = _mask(scores, block, keys, IS_LAST, traits)
-    even_max = next_row_max(row_max, gl.max(scores, 1) * scale_log2)
+    scores = _mask(scores, block, keys, IS_LAST, logits)
+    even_max = next_row_max(row_max, gl.max(scores, 1) * logits.scale)
     rescale = gl.exp2(row_max - even_max)
-    exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(even_max, 1))
+    exponentials = gl.exp2(scores * logits.scale - gl.expand_dims(even_max, 1))
     probs = exponentials.to(DTYPE)
     smem.max_even.store(even_max)
     smem.p_even.store(probs)
@@ -168,7 +168,7 @@ def _even_pair(
 @gluon.jit
 def _odd_pair(
     pair, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max, row_sum, scores,
-    next_even, next_odd, scale_log2, IS_LAST: gl.constexpr, traits,
+    next_even, next_odd, logits, IS_LAST: gl.constexpr,
 ):  # fmt: skip
     """The odd warpgroup's side of the same pair."""
     SCORES: gl.constexpr = scores.type.layout
@@ -182,15 +182,15 @@ def _odd_pair(
     if not IS_LAST:
         load_part(inputs.kv_rope, rows_odd, 512, barriers.rope_odd, smem.rope, 1, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
-    scores = _mask(scores, block + 1, keys, IS_LAST, traits)
+    scores = _mask(scores, block + 1, keys, IS_LAST, logits)
     mbarrier.wait(barriers.p_even, phase)
     even_max = smem.max_even.load(gl.SliceLayout(1, SCORES))
     acc = rescale_acc(acc, gl.exp2(row_max - even_max))
     if IS_LAST:
         zero_rows(smem.right, (0,), keys.end - block * 64)
     pending = warpgroup_mma(smem.p_even, smem.right.index(zero), acc, is_async=True)
-    odd_max = next_row_max(even_max, gl.max(scores, 1) * scale_log2)
-    exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(odd_max, 1))
+    odd_max = next_row_max(even_max, gl.max(scores, 1) * logits.scale)
+    exponentials = gl.exp2(scores * logits.scale - gl.expand_dims(odd_max, 1))
     probs = exponentials.to(DTYPE)
     smem.max_odd.store(odd_max)
     smem.p_odd.store(probs)
@@ -264,7 +264,7 @@ def _store_half(
 @gluon.jit
 def _warpgroup(
     IS_EVEN: gl.constexpr, item, index, inputs, packed_rows, scheduler, outputs, smem, barriers,
-    scale_log2, traits,
+    logits,
 ):  # fmt: skip
     SCORES: gl.constexpr = acc_layout(64)
     ACC: gl.constexpr = acc_layout(256)
@@ -296,12 +296,12 @@ def _warpgroup(
             if IS_EVEN:
                 acc, row_max, row_sum, scores, next_even, next_odd = _even_pair(
                     pair, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max, row_sum,
-                    scores, next_even, next_odd, scale_log2, False, traits,
+                    scores, next_even, next_odd, logits, False,
                 )  # fmt: skip
             else:
                 acc, row_max, row_sum, scores, next_even, next_odd = _odd_pair(
                     pair, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max, row_sum,
-                    scores, next_even, next_odd, scale_log2, False, traits,
+                    scores, next_even, next_odd, logits, False,
                 )  # fmt: skip
         # looked up now: the loads that follow this tile then wait for no other load
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
@@ -309,7 +309,7 @@ def _warpgroup(
         if IS_EVEN:
             acc, row_max, row_sum, scores, next_even, next_odd = _even_pair(
                 num_pairs - 1, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max,
-                row_sum, scores, next_even, next_odd, scale_log2, True, traits,
+                row_sum, scores, next_even, next_odd, logits, True,
             )  # fmt: skip
             smem.sum_even.store(row_sum)
             mbarrier.arrive(barriers.sum_even, count=1)
@@ -329,7 +329,7 @@ def _warpgroup(
         else:
             acc, row_max, row_sum, scores, next_even, next_odd = _odd_pair(
                 num_pairs - 1, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max,
-                row_sum, scores, next_even, next_odd, scale_log2, True, traits,
+                row_sum, scores, next_even, next_odd, logits, True,
             )  # fmt: skip
             smem.sum_odd.store(row_sum)
             mbarrier.arrive(barriers.sum_odd, count=1)
@@ -351,24 +351,22 @@ def _warpgroup(
 @gluon.jit
 def _even_warpgroup(
     item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2,
-    SIGN: gl.constexpr, IS_EXTERNAL_PLAN: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
-    traits = ScoreTraits(SIGN, IS_EXTERNAL_PLAN)
+    logits = Logits(scale_log2, SCORES)
     _warpgroup(
-        True, item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2,
-        traits,
+        True, item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, logits
     )  # fmt: skip
 
 
 @gluon.jit
 def _odd_warpgroup(
     item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2,
-    SIGN: gl.constexpr, IS_EXTERNAL_PLAN: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
-    traits = ScoreTraits(SIGN, IS_EXTERNAL_PLAN)
+    logits = Logits(scale_log2, SCORES)
     _warpgroup(
-        False, item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2,
-        traits,
+        False, item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, logits
     )  # fmt: skip
 
 
@@ -394,11 +392,10 @@ def mla_decode_m64_bf16_kernel(
     scheduler, item, index = first_tile_or_warm_up(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
-        SIGN: gl.constexpr = TRAITS.SIGN
-        IS_EXTERNAL_PLAN: gl.constexpr = TRAITS.IS_EXTERNAL_PLAN
+        SCORES: gl.constexpr = TRAITS.SCORES
         args = (
-            item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2, SIGN,
-            IS_EXTERNAL_PLAN,
+            item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2,
+            SCORES,
         )  # fmt: skip
         if gather.words is None:
             gl.warp_specialize(

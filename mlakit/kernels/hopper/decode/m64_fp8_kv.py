@@ -102,7 +102,7 @@ from mlakit.kernels.hopper.device.softmax import (
     PROB_SCALE,
     RESCALE_THRESHOLD,
     SMALLEST_SCALE,
-    ScoreTraits,
+    Logits,
     mask_scores,
     next_row_max,
 )
@@ -130,7 +130,7 @@ def _issue_qk(inputs, query, blocks, fill):
 
 
 @gluon.jit
-def _softmax_step(scores, block, fill, keys, softmax, row_scale, scales, traits):
+def _softmax_step(scores, block, fill, keys, softmax, logits, scales, traits):
     """Return (probabilities as float16, rescale of acc, softmax after this block)"""
     prob_scale, factor = softmax.prob_scale, PROB_SCALE
     THRESHOLD: gl.constexpr = (
@@ -141,9 +141,9 @@ def _softmax_step(scores, block, fill, keys, softmax, row_scale, scales, traits)
         key_scale = scales.index(stage).load(gl.SliceLayout(0, SCORES))
         scores *= gl.expand_dims(key_scale, 0)
         prob_scale, factor = pow2_scale(gl.maximum(softmax.prob_scale, gl.max(key_scale, 0)))
-    scores = mask_scores(scores, block, keys, 1, traits.scores)
-    row_max = next_row_max(softmax.row_max, gl.max(scores, 1) * row_scale, THRESHOLD)
-    exponentials = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(row_max, 1))
+    scores = mask_scores(scores, block, keys, 1, logits)
+    row_max = next_row_max(softmax.row_max, gl.max(scores, 1) * logits.scale, THRESHOLD)
+    exponentials = gl.exp2(scores * gl.expand_dims(logits.scale, 1) - gl.expand_dims(row_max, 1))
     rescale = gl.exp2(softmax.row_max - row_max)
     row_sum = softmax.row_sum * rescale + gl.sum(exponentials, 1)
     if traits.HAS_ROW_SCALES:
@@ -156,7 +156,7 @@ def _softmax_step(scores, block, fill, keys, softmax, row_scale, scales, traits)
 
 @gluon.jit
 def _softmax_block(
-    scores, block, fill, keys, softmax, row_scale, pending, blocks, prob_stage, traits
+    scores, block, fill, keys, softmax, logits, pending, blocks, prob_stage, traits
 ):  # fmt: skip
     """Softmax of a block, whose probabilities go to PV: (acc of the blocks before, rescaled;
     softmax after this block).
@@ -164,7 +164,7 @@ def _softmax_block(
     pending  acc that PV of the block before is accumulated to
     """
     probs, rescale, softmax = _softmax_step(
-        scores, block, fill, keys, softmax, row_scale, blocks.scales, traits
+        scores, block, fill, keys, softmax, logits, blocks.scales, traits
     )
     # in this order: the softmax overlaps with PV, and only the spin wait on a barrier keeps the
     # assembler from waiting for PV before it
@@ -194,7 +194,7 @@ def _qk_softmax_warpgroup(
             row_scale = convert_queries(inputs, scheduler, q_scales, item, index, query)
         else:
             row_scale = scale_to_fp16(query, inputs.q.dtype)
-        row_scale = gl.maximum(row_scale * scale_log2, SMALLEST_SCALE)
+        logits = Logits(gl.maximum(row_scale * scale_log2, SMALLEST_SCALE), traits.SCORES)
         softmax = Softmax(
             gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
             gl.zeros([64], gl.float32, ROW),
@@ -207,7 +207,7 @@ def _qk_softmax_warpgroup(
         last_block = keys.first_block + num_blocks(keys) - 1
         for block in range(keys.first_block, last_block):
             acc, softmax = _softmax_block(
-                scores, block, fill, keys, softmax, row_scale, pending, blocks, prob_stage,
+                scores, block, fill, keys, softmax, logits, pending, blocks, prob_stage,
                 traits,
             )  # fmt: skip
             qk = _issue_qk(inputs, query, blocks, fill + 1)
@@ -219,7 +219,7 @@ def _qk_softmax_warpgroup(
         if next_item < scheduler.last_item:
             load_query(inputs, scheduler, next_item, next_index, query)
         acc, softmax = _softmax_block(
-            scores, last_block, fill, keys, softmax, row_scale, pending, blocks, prob_stage,
+            scores, last_block, fill, keys, softmax, logits, pending, blocks, prob_stage,
             traits,
         )  # fmt: skip
         values = blocks.left.index(fill & 1)
@@ -312,8 +312,7 @@ def mla_decode_m64_fp8_kv_kernel(
     )
     IS_SCALED: gl.constexpr = FORMAT.SCALED_BY == "group"
     prob_stage = alloc_prob_stage(IS_NAMED=IS_SCALED)
-    scores = ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN)
-    traits = SoftmaxTraits(kv_scales.row_scales is not None, scores)
+    traits = SoftmaxTraits(kv_scales.row_scales is not None, TRAITS.SCORES)
     item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)

@@ -55,7 +55,7 @@ class SoftmaxTraits:
     """Properties of the softmax that are known when the kernel is compiled."""
 
     HAS_ROW_SCALES: object
-    scores: object
+    SCORES: object  # `ScoreTraits`
 
 
 @gluon.jit

@@ -88,7 +88,7 @@ from mlakit.kernels.hopper.device.row_scales import (
     alloc_scale_stages,
     apply_tensor_scale,
 )
-from mlakit.kernels.hopper.device.softmax import ScoreTraits
+from mlakit.kernels.hopper.device.softmax import Logits
 
 ACC = gl.constexpr(acc_layout(64))
 OWN_TILES = gl.constexpr(2)  # of latent columns, of a PV warpgroup
@@ -219,9 +219,8 @@ def mla_decode_m64_fp8_qk_kernel(
         q_rope=rotated,
         q_scale=q_scales.q_scale,
         stride_q_scale=q_scales.stride_q_scale,
-        scale_log2=scale_log2,
+        logits=Logits(scale_log2, TRAITS.SCORES),
         tensor_scale=tensor_scale,
-        traits=ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN),
         HAS_ROW_SCALES=HAS_ROW_SCALES,
     )
     WARPS: gl.constexpr = producer_warps(gather.words)

@@ -52,6 +52,7 @@ from mlakit.kernels.hopper.device.softmax import (
     PROB_SCALE,
     RESCALE_THRESHOLD,
     SMALLEST_SCALE,
+    Logits,
     mask_scores,
     next_row_max,
 )
@@ -87,9 +88,8 @@ class SoftmaxInputs:
     q_rope: object  # rotated queries, of the type of the rows' rotated columns
     q_scale: object  # float32 per token, or None
     stride_q_scale: object
-    scale_log2: object
+    logits: object
     tensor_scale: object
-    traits: object
     HAS_ROW_SCALES: object
 
 
@@ -190,12 +190,14 @@ def _to_probs(exponentials, scales, factor, chunk: gl.constexpr, HAS_ROW_SCALES:
 
 
 @gluon.jit
-def _scale_and_mask(scores, block, keys, q_scale, scales, operands):
-    if operands.HAS_ROW_SCALES:
+def _scale_and_mask(
+    scores, block, keys, q_scale, scales, logits, HAS_ROW_SCALES: gl.constexpr
+):  # fmt: skip
+    if HAS_ROW_SCALES:
         scores *= gl.expand_dims(scales.load(gl.SliceLayout(0, SCORES)) * q_scale, 0)
     else:
         scores *= q_scale
-    return mask_scores(scores, block, keys, 1, operands.traits)
+    return mask_scores(scores, block, keys, 1, logits)
 
 
 @gluon.jit
@@ -225,7 +227,8 @@ def _softmax_block(
 ):  # fmt: skip
     """Return (probabilities as two chunks of float16, rescale of acc, softmax after this block, QK
     of the block in the next stage, which the last one has not)"""
-    scale_log2 = gl.maximum(operands.scale_log2, SMALLEST_SCALE)
+    scale_log2 = gl.maximum(operands.logits.scale, SMALLEST_SCALE)
+    logits = Logits(scale_log2, operands.logits.TRAITS)
     scales = pipelines.scales.values.index(stage)
     prob_scale, min_scale, factor, threshold = _next_prob_scale(
         softmax, pipelines, stage, operands.HAS_ROW_SCALES
@@ -235,7 +238,7 @@ def _softmax_block(
     if not IS_LAST:
         wait_block(inputs, pipelines.latent.full.index(stage), phase)
         qk = _issue_rope(operands, pipelines, stage)
-    seen = _scale_and_mask(scores, block, keys, q_scale, scales, operands)
+    seen = _scale_and_mask(scores, block, keys, q_scale, scales, logits, operands.HAS_ROW_SCALES)
     if not IS_LAST:
         qk = _issue_tile(operands, pipelines, stage, 0, qk)
     block_max = gl.max(seen, 1) * scale_log2

@@ -136,7 +136,7 @@ def make_work(
         slot_rows=slot_rows,
         last_item=last_item,
         IS_CAUSAL=TRAITS.IS_CAUSAL,
-        IS_EXTERNAL_PLAN=TRAITS.IS_EXTERNAL_PLAN,
+        IS_EXTERNAL_PLAN=TRAITS.SCORES.IS_EXTERNAL_PLAN,
         ITEM_COLUMNS=TRAITS.ITEM_COLUMNS,
         HAS_WARM_UP=HAS_WARM_UP,
     )

@@ -72,7 +72,7 @@ from mlakit.kernels.hopper.device.primitives import (
     zero_rows,
 )
 from mlakit.kernels.hopper.device.row_scales import RowScales
-from mlakit.kernels.hopper.device.softmax import INITIAL_ROW_MAX, ScoreTraits, mask_scores
+from mlakit.kernels.hopper.device.softmax import INITIAL_ROW_MAX, Logits, mask_scores
 
 
 @gluon.jit
@@ -121,7 +121,7 @@ def _pv(probs, latent, stage, phase, acc, rescale, num_valid):
 
 @gluon.jit
 def _consumer(
-    item, index, inputs, scheduler, outputs, query, probs, pipelines, scale_log2, traits
+    item, index, inputs, scheduler, outputs, query, probs, pipelines, logits
 ):  # fmt: skip
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
@@ -141,10 +141,10 @@ def _consumer(
         for block in range(keys.first_block, keys.end_block):
             scores = _qk(inputs, query, pipelines, stage, phase, rope_stage, rope_phase, LAYOUT)
             rope_stage, rope_phase = advance(rope, rope_stage, rope_phase)
-            scores = mask_scores(scores, block, keys, 0, traits)
-            new_max = gl.maximum(row_max, gl.max(scores, 0) * scale_log2)
+            scores = mask_scores(scores, block, keys, 0, logits)
+            new_max = gl.maximum(row_max, gl.max(scores, 0) * logits.scale)
             rescale = gl.expand_dims(gl.exp2(row_max - new_max), 0)
-            exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(new_max, 0))
+            exponentials = gl.exp2(scores * logits.scale - gl.expand_dims(new_max, 0))
             probs.index(0).permute((1, 0)).store(exponentials.to(probs.dtype))
             fence_async_shared()
             row_sum = row_sum * rescale + exponentials
@@ -202,7 +202,7 @@ def mla_decode_small_m_bf16_kernel(
         alloc_barrier(),
     )
     probs = gl.allocate_shared_memory(kv.dtype, [1, ROWS, 64], kv.layout)
-    traits = ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN)
+    logits = Logits(scale_log2, TRAITS.SCORES)
     item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
@@ -212,7 +212,7 @@ def mla_decode_small_m_bf16_kernel(
                     _consumer,
                     (
                         item, index, inputs, scheduler, outputs, query, probs, pipelines,
-                        scale_log2, traits,
+                        logits,
                     ),
                 ),
                 (

@@ -103,7 +103,7 @@ from mlakit.kernels.hopper.device.row_scales import (
     alloc_scale_stages,
     apply_tensor_scale,
 )
-from mlakit.kernels.hopper.device.softmax import ScoreTraits
+from mlakit.kernels.hopper.device.softmax import Logits
 
 
 @gluon.jit
@@ -252,9 +252,8 @@ def mla_decode_small_m_fp8_kv_kernel(
         stride_q_scale=q_scales.stride_q_scale,
         probs=probs,
         pipelines=pipelines,
-        scale_log2=scale_log2,
+        logits=Logits(scale_log2, TRAITS.SCORES),
         tensor_scale=tensor_scale,
-        traits=ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN),
         FORMAT=FORMAT,
     )
     scaled = alloc_scaled_query(ROWS)

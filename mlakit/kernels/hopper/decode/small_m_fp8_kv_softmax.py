@@ -91,9 +91,8 @@ class SoftmaxState:
     stride_q_scale: object
     probs: object
     pipelines: object
-    scale_log2: object
+    logits: object
     tensor_scale: object
-    traits: object
     FORMAT: object
 
 
@@ -437,7 +436,7 @@ def store_out_scale(probs, tiles_done, out_scale):
 def qk_softmax_warpgroup(warpgroup, item, index, inputs, scheduler, outputs, state):
     """Run one of the two QK-softmax warpgroups; `warpgroup` says which."""
     loaded, query = state.loaded, state.query
-    probs, pipelines, scale_log2 = state.probs, state.pipelines, state.scale_log2
+    probs, pipelines, scale_log2 = state.probs, state.pipelines, state.logits.scale
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -479,7 +478,7 @@ def qk_softmax_warpgroup(warpgroup, item, index, inputs, scheduler, outputs, sta
                 LAYOUT, FORMAT, SCALES_ROPE,
             )  # fmt: skip
             stage, phase = advance(pipelines.latent, stage, phase, FILLS)
-            scores = mask_scores(scores, block, keys, 0, state.traits)
+            scores = mask_scores(scores, block, keys, 0, state.logits)
             row_sum = softmax_block(
                 warpgroup, scores, fill, block == keys.first_block, row_sum, probs, pipelines,
                 rope_stage, scale_log2,

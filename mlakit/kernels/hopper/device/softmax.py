@@ -8,6 +8,8 @@ Lineage    own design; ideas: online softmax, FlashAttention-4's lazy rescaling
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -21,12 +23,19 @@ PROB_SCALE = gl.constexpr(configs.PROB_SCALE)
 SMALLEST_SCALE = gl.constexpr(configs.SMALLEST_SCALE)
 
 
-@record
-class ScoreTraits:
-    """Constants that the masks of a kernel depend on."""
+class ScoreTraits(NamedTuple):
+    """Constants by which a decode kernel makes logits of scores."""
 
-    SIGN: object  # of softmax_scale
-    IS_EXTERNAL_PLAN: object
+    SIGN: int  # of softmax_scale: 1, 0 or −1
+    IS_EXTERNAL_PLAN: bool  # the plan was not made for this kernel's tiles
+
+
+@record
+class Logits:
+    """What makes logits of scores, in base 2: a score times `scale` is one."""
+
+    scale: object  # of all rows, or float32 of each
+    TRAITS: object  # `ScoreTraits`
 
 
 @gluon.jit
@@ -40,22 +49,28 @@ def apply_sign(scores, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def mask_scores(scores, block, keys, KEY_AXIS: gl.constexpr, traits):
-    """Return scores with −inf for the keys of a block outside [keys.low, keys.end).
+def visible_scores(scores, logits):
+    """Return the scores of a block that hides no key: times `logits.scale` they are logits."""
+    return apply_sign(scores, logits.TRAITS.SIGN)
+
+
+@gluon.jit
+def mask_scores(scores, block, keys, KEY_AXIS: gl.constexpr, logits):
+    """Return `visible_scores`, with −inf for the keys of a block outside [keys.low, keys.end).
 
     Splits of an external plan may begin inside a block.
     """
     LAYOUT: gl.constexpr = scores.type.layout
     ROW_AXIS: gl.constexpr = 1 - KEY_AXIS
-    scores = apply_sign(scores, traits.SIGN)
+    scores = visible_scores(scores, logits)
     is_inside = block * 64 + 64 <= keys.end
-    if traits.IS_EXTERNAL_PLAN:
+    if logits.TRAITS.IS_EXTERNAL_PLAN:
         is_inside = is_inside & (block * 64 >= keys.low)
     if not is_inside:
         key = block * 64 + gl.arange(0, 64, gl.SliceLayout(ROW_AXIS, LAYOUT))
         key = gl.expand_dims(key, ROW_AXIS)
         is_seen = key < keys.end
-        if traits.IS_EXTERNAL_PLAN:
+        if logits.TRAITS.IS_EXTERNAL_PLAN:
             is_seen = is_seen & (key >= keys.low)
         scores = gl.where(is_seen, scores, NEG_INF)
     return scores
