@@ -1,7 +1,7 @@
-"""`flare_mla_decoding`, over pages and over a contiguous cache.
+"""`flare_mla_decoding`, over pages and over a contiguous cache, with scales and without.
 
-The cases plant NaN and garbage wherever nothing may be looked at, and their `check` compares
-outputs with float64 oracles, row by row, and asserts that not one other bit was written.
+The cases plant NaN and garbage wherever nothing may be looked at, in scales too, and their `check`
+compares outputs with float64 oracles, row by row, and asserts that not one other bit was written.
 """
 
 from __future__ import annotations
@@ -22,85 +22,118 @@ from tests.compat.modular.inputs import (
     F16,
     F32,
     NOTHING,
-    PAGES_AND_HEADS,
     SMALL_ROW,
     Step,
     integers,
     modular,
 )
 from tests.compat.modular.parameters import (
-    NO_REQUESTS,
-    NO_TOKENS,
-    integer_types,
+    FP8_ROWS,
+    INTEGERS,
+    NOTHING_TO_DO,
+    PAGES,
+    POOLS,
+    SCALED,
+    cases,
+    pairs,
+    product,
+    table,
     taking_turns,
-    windowed_masks,
+    under_masks,
+    with_fields,
 )
 from tests.kernel_launchers import replace_launcher
 
 pytestmark = pytest.mark.usefixtures("place")
+SMALL_STEP = Step((17, 0, 5), (1, 2, 0))
+RAGGED = table(is_ragged=[True, False])
+ROPE_AWARE = {"dtype": E4M3, "has_token_scales": True}
+ROPE_AWARE_POOL = ROPE_AWARE | {"has_scale_pool": True}
+SEEDED_PAGES = [row | {"seed": row["heads"]} for row in PAGES]
+SOME_FP8_ROWS = [SCALED["row"], SCALED["group64"]]
 
 
-@pytest.mark.slow
-@taking_turns(("page_size", "heads"), PAGES_AND_HEADS, is_ragged=[True, False])
-def test_decoding_matches_the_oracle(page_size, heads, is_ragged):
-    case = DecodeCase(seed=page_size, page_size=page_size, heads=heads, is_ragged=is_ragged)
-    returned = case.run()
+def assert_decodes(fields):
+    """A field `num_partitions` is an argument of the call."""
+    options = {name: fields[name] for name in ("num_partitions",) if name in fields}
+    case = DecodeCase(**{name: fields[name] for name in fields if name not in options})
+    returned = case.run(**options)
     assert returned.data_ptr() == case.output.view.data_ptr()
     case.check()
 
 
 @pytest.mark.slow
-@taking_turns(
-    ("dtype", "cache"),
-    [(F16, F16), (F32, F32), (BF16, E4M3), (F16, E4M3), (F32, E4M3), (E4M3, E4M3), (E4M3, BF16)],
-    is_ragged=[True, False],
+@cases(
+    pages=taking_turns(SEEDED_PAGES, RAGGED),
+    types=with_fields(
+        taking_turns(
+            table(
+                dtype=[F16, F32, BF16, F16, F32, E4M3, E4M3],
+                cache_dtype=[F16, F32, E4M3, E4M3, E4M3, E4M3, BF16],
+            ),
+            RAGGED,
+        ),
+        page_size=48,
+    ),
+    masks=with_fields(under_masks(RAGGED), dtype=F32, cache_dtype=F32, num_partitions=2),
+    integers=product(table(integers=INTEGERS), [{}, ROPE_AWARE_POOL], RAGGED),
+    rows=product(table(row=[SMALL_ROW, RowShape(256, 64), RowShape(512, 0)]), [{}, ROPE_AWARE]),
+    wide=with_fields(table(cache_dtype=[E4M3, BF16]), row=RowShape(1024, 64)),
+    long=with_fields(
+        product(
+            table(page_size=[7, 64, 700]),
+            table(mask=["causal", "sliding_window_causal"], window=[0, 600]),
+        ),
+        heads=2,
+        step=Step((1300, 0, 699), (2, 1, 1)),
+    ),
+    queries=[{"heads": 128, "step": Step((30, 5), (18, 1))}],
 )
-def test_decoding_in_every_type(dtype, cache, is_ragged):
-    case = DecodeCase(dtype=dtype, cache_dtype=cache, is_ragged=is_ragged, page_size=48)
-    case.run()
-    case.check()
+def test_decoding_matches_the_oracle(fields):
+    assert_decodes(fields)
 
 
 @pytest.mark.slow
-@windowed_masks
-@pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
-def test_decoding_under_every_mask(mask, window, is_ragged):
-    case = DecodeCase(mask=mask, window=window, is_ragged=is_ragged, dtype=F32, cache_dtype=F32)
-    case.run(num_partitions=2)
-    case.check()
+@cases(
+    pages=taking_turns(
+        [row | ROPE_AWARE | {"has_q_scale": row["heads"] != 3} for row in SEEDED_PAGES], POOLS
+    ),
+    masks=with_fields(under_masks(RAGGED), **ROPE_AWARE_POOL, page_size=7),
+)
+def test_rope_aware_decoding_matches_the_oracle(fields):
+    assert_decodes(fields)
 
 
 @pytest.mark.slow
-@taking_turns(("page_size", "heads"), PAGES_AND_HEADS, has_scale_pool=[False, True])
-def test_rope_aware_decoding_matches_the_oracle(page_size, heads, has_scale_pool):
-    case = DecodeCase(
-        seed=heads,
-        page_size=page_size,
-        heads=heads,
-        dtype=E4M3,
-        has_token_scales=True,
-        has_scale_pool=has_scale_pool,
-        has_q_scale=heads != 3,
-    )
-    case.run()
-    case.check()
+@cases(
+    pages=pairs(SEEDED_PAGES, SOME_FP8_ROWS, POOLS),
+    masks=with_fields(
+        under_masks(SOME_FP8_ROWS, RAGGED), has_scale_pool=True, page_size=7, num_partitions=2
+    ),
+    integers=with_fields(table(integers=INTEGERS), has_scale_pool=True, scale_columns=32),
+)
+def test_scaled_decoding_matches_the_oracle(fields):
+    assert_decodes(fields)
 
 
-@pytest.mark.slow
-@windowed_masks
-@pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
-def test_rope_aware_decoding_under_every_mask(mask, window, is_ragged):
-    case = DecodeCase(
-        mask=mask,
-        window=window,
-        is_ragged=is_ragged,
-        dtype=E4M3,
-        has_token_scales=True,
-        has_scale_pool=True,
-        page_size=7,
-    )
-    case.run()
-    case.check()
+@cases(
+    types=with_fields(
+        pairs(FP8_ROWS, table(dtype=[BF16, F16, F32, E4M3]), RAGGED, POOLS), step=SMALL_STEP
+    ),
+    rows=with_fields(
+        table(
+            row=[
+                *(SMALL_ROW, SMALL_ROW, RowShape(512, 0), RowShape(256, 64)),
+                *(RowShape(128, 96), RowShape(1024, 64)),
+            ],
+            scale_columns=[128, 32, 64, 320, 64, 128],
+        ),
+        step=SMALL_STEP,
+    ),
+)
+@pytest.mark.interpreted
+def test_scaled_decoding_of_small_steps(fields):
+    assert_decodes(fields)
 
 
 def test_a_page_that_left_the_window_may_belong_to_another_request():
@@ -110,46 +143,11 @@ def test_a_page_that_left_the_window_may_belong_to_another_request():
         window=3,
         page_size=4,
         step=Step((13, 9), (1, 1)),
-        dtype=E4M3,
-        has_token_scales=True,
-        has_scale_pool=True,
+        **ROPE_AWARE_POOL,
     )
     table = case.paged.table
     table[0, 0] = table[1, 2]
     case.paged.scales_table[0, 0] = 0
-    case.run()
-    case.check()
-
-
-@pytest.mark.slow
-@integer_types
-@pytest.mark.parametrize("has_token_scales", [False, True], ids=["bf16", "rope-aware"])
-@pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
-def test_decoding_takes_every_integer_type(integer_type, has_token_scales, is_ragged):
-    case = DecodeCase(
-        integers=integer_type,
-        is_ragged=is_ragged,
-        dtype=E4M3 if has_token_scales else BF16,
-        has_token_scales=has_token_scales,
-        has_scale_pool=has_token_scales,
-    )
-    case.run()
-    case.check()
-
-
-@pytest.mark.parametrize("row", [SMALL_ROW, RowShape(256, 64), RowShape(512, 0)], ids=str)
-@pytest.mark.parametrize("has_token_scales", [False, True], ids=["bf16", "rope-aware"])
-def test_decoding_takes_other_row_shapes(row, has_token_scales):
-    dtype = E4M3 if has_token_scales else BF16
-    case = DecodeCase(row=row, dtype=dtype, has_token_scales=has_token_scales)
-    case.run()
-    case.check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache_dtype", [E4M3, BF16], ids=str)
-def test_decoding_takes_a_wide_latent(cache_dtype):
-    case = DecodeCase(row=RowShape(1024, 64), cache_dtype=cache_dtype)
     case.run()
     case.check()
 
@@ -167,25 +165,31 @@ def test_decoding_in_splits_matches_the_oracle(parts):
     assert_same_bits("output", by_buffer.output.base, by_argument.output.base)
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of each launch of `mla_decode`."""
+    seen = []
+
+    def spy(launch):
+        def noted(arguments, *results):
+            seen.append(arguments)
+            launch(arguments, *results)
+
+        return noted
+
+    replace_launcher(monkeypatch, "mla_decode", spy)
+    return seen
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_partitions", "buffer", "parts"),
     [(None, None, 1), (None, (5, 4, 9), 9), (3, None, 3), (3, (5, 4, 9), 3)],
 )
-def test_decoding_is_split_as_asked(num_partitions, buffer, parts, monkeypatch):
-    asked = []
-
-    def spy(launch):
-        def launched(arguments, *results):
-            asked.append(arguments.splits.num_splits)
-            launch(arguments, *results)
-
-        return launched
-
-    replace_launcher(monkeypatch, "mla_decode", spy)
+def test_decoding_is_split_as_asked(num_partitions, buffer, parts, launched):
     scalars = None if buffer is None else torch.tensor(buffer)
     DecodeCase().run(scalars, num_partitions=num_partitions)
-    assert asked == [parts]
+    assert [arguments.splits.num_splits for arguments in launched] == [parts]
 
 
 def test_decoding_twice_gives_the_same_bits():
@@ -208,36 +212,14 @@ def test_decoding_options_that_change_nothing():
     assert_same_bits("output", dressed.output.base, plain.output.base)
 
 
-@pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
-@pytest.mark.parametrize("has_token_scales", [False, True], ids=["bf16", "rope-aware"])
-@pytest.mark.parametrize("step", [NO_REQUESTS, NO_TOKENS], ids=["no-requests", "no-tokens"])
-def test_decoding_of_nothing_writes_nothing(step, is_ragged, has_token_scales):
-    case = DecodeCase(
-        step=step,
-        is_ragged=is_ragged,
-        dtype=E4M3 if has_token_scales else BF16,
-        has_token_scales=has_token_scales,
-        has_scale_pool=has_token_scales,
-    )
+@cases(
+    plain=product(NOTHING_TO_DO, [{}, ROPE_AWARE_POOL], RAGGED),
+    scaled=with_fields(NOTHING_TO_DO, scale_columns=64, has_scale_pool=True),
+)
+def test_decoding_of_nothing_writes_nothing(fields):
+    case = DecodeCase(**fields)
     case.run()
     case.output.assert_only_written("output", NOTHING)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page_size", [7, 64, 700])
-@pytest.mark.parametrize(("mask", "window"), [("causal", 0), ("sliding_window_causal", 600)])
-def test_decoding_of_long_contexts(page_size, mask, window):
-    step = Step((1300, 0, 699), (2, 1, 1))
-    case = DecodeCase(page_size=page_size, mask=mask, window=window, step=step, heads=2)
-    case.run()
-    case.check()
-
-
-@pytest.mark.slow
-def test_decoding_of_many_queries_and_heads():
-    case = DecodeCase(heads=128, step=Step((30, 5), (18, 1)))
-    case.run()
-    case.check()
 
 
 @pytest.mark.slow
@@ -248,19 +230,39 @@ def test_decoding_in_a_small_workspace():
     case.check()
 
 
-@pytest.mark.slow
+@cases(
+    plain=[{"step": Step((40, 20), (3, 2))}],
+    scaled=with_fields(FP8_ROWS, step=Step((20, 3), (3, 2))),
+)
 @pytest.mark.interpreted
-def test_decoding_nan_row_reaches_only_queries_that_attend_to_it():
-    case = DecodeCase(step=Step((40, 20), (3, 2)))
-    for request in (0, 1):
-        pages, slot = case.paged.pages, case.paged.slots[request][-1]
-        pages.blocks.view[slot // 16, 0, case.layer, slot % 16, 0, 5] = torch.nan
-        case.paged.rows[request][-1, 5] = torch.nan
+def test_nan_reaches_only_queries_that_attend_to_its_row(fields):
+    """In the last row of each request, or in its scale."""
+    case = DecodeCase(**fields)
+    pages = case.paged.pages
+    for rows, slots in zip(case.paged.rows, case.paged.slots, strict=True):
+        if case.scale_columns:
+            pages.scales.view[pages.at(slots[-1])] = torch.nan
+            rows[-1] = torch.nan
+        else:
+            pages.blocks.view[(*pages.at(slots[-1]), 5)] = torch.nan
+            rows[-1, 5] = torch.nan
     pages.remember()
     case.run()
     bad = case.output.view.isnan().all(-1).all(-1)
     assert bad.tolist() == [False, False, True, False, True]
     case.check()
+
+
+@pytest.mark.on_cpu
+@cases(rows=FP8_ROWS)
+def test_scaled_decoding_reads_the_rows_in_place(fields, launched):
+    case = DecodeCase(**fields)
+    case.run()
+    (arguments,) = launched
+    read = (arguments.layer.payload, arguments.layer.scales)
+    given = (case.paged.pages.blocks.base, case.paged.pages.scales.base)
+    for mine, theirs in zip(read, given, strict=True):
+        assert mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
 
 
 def test_requests_may_share_pages():
@@ -269,9 +271,6 @@ def test_requests_may_share_pages():
     case.paged.rows[1][:32] = case.paged.rows[0][:32]
     case.run()
     case.check()
-
-
-# flare_mla_decoding, contiguous
 
 
 @pytest.mark.slow

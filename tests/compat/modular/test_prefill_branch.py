@@ -1,7 +1,7 @@
-"""`mla_prefill_branch_fp8` and the plan it follows.
+"""`mla_prefill_branch_fp8`, over caches of every kind, and the plan it follows.
 
-The cases plant NaN and garbage wherever nothing may be looked at, and their `check` compares
-outputs with float64 oracles, row by row, and asserts that not one other bit was written.
+The cases plant NaN and garbage wherever nothing may be looked at, in scales too, and their `check`
+compares outputs with float64 oracles, row by row, and asserts that not one other bit was written.
 """
 
 from __future__ import annotations
@@ -27,107 +27,127 @@ from tests.compat.modular.inputs import (
     modular,
     window_of,
 )
-from tests.compat.modular.parameters import NO_REQUESTS, NO_TOKENS, integer_types, windowed_masks
+from tests.compat.modular.parameters import (
+    INTEGERS,
+    NOTHING_TO_DO,
+    POOLS,
+    SCALED,
+    cases,
+    integer_types,
+    pairs,
+    product,
+    table,
+    under_masks,
+    with_fields,
+)
 
 pytestmark = pytest.mark.usefixtures("place")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page_size", "heads", "d_n", "d_v"),
-    [
-        (1, 20, 128, 128),
-        (7, 128, 16, 8),
-        (16, 3, 128, 128),
-        (48, 1, 128, 128),
-        (64, 7, 128, 64),
-        (128, 16, 128, 128),
-    ],
-)
-@pytest.mark.hopper_too
-def test_prefill_branch_matches_the_oracle(page_size, heads, d_n, d_v):
-    case = PrefillCase(seed=heads, page_size=page_size, heads=heads, d_n=d_n, d_v=d_v)
+SMALL_STEP = Step((17, 0, 5, 16), (1, 3, 0, 2))
+SMALL = {"d_n": 16, "d_v": 24, "row": SMALL_ROW}
+MASKED = SMALL | {"dtype": F32, "page_size": 7, "step": Step((40, 0, 11, 24, 6), (1, 3, 0, 14, 9))}
+# of rows of 96 + 32 columns
+SMALL_SCALED = [{"has_token_scales": True}, {"scale_columns": 128}, {"scale_columns": 32}]
+SKIPS = table(skips_hidden=[False, True])
+
+
+def assert_matches_oracle(fields):
+    case = PrefillCase(**fields)
     returned = case.run()
     assert returned.data_ptr() == case.output.view.data_ptr()
     case.check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "cache", "freqs", "gamma"),
-    [
-        (BF16, BF16, BF16, BF16),
-        (BF16, E4M3, BF16, F32),
-        (F16, F16, F32, F32),
-        (F16, E4M3, F16, BF16),
-        (F32, F32, F32, BF16),
-        (F32, E4M3, BF16, F32),
+@cases(
+    pages=[
+        {"page_size": page_size, "heads": heads, "d_n": d_n, "d_v": d_v, "seed": heads}
+        for page_size, heads, d_n, d_v in (
+            (1, 20, 128, 128),
+            (7, 128, 16, 8),
+            (16, 3, 128, 128),
+            (48, 1, 128, 128),
+            (64, 7, 128, 64),
+            (128, 16, 128, 128),
+        )
     ],
-    ids=str,
+    types=table(
+        dtype=[BF16, BF16, F16, F16, F32, F32],
+        cache_dtype=[BF16, E4M3, F16, E4M3, F32, E4M3],
+        freqs_dtype=[BF16, BF16, F32, F16, F32, BF16],
+        gamma_dtype=[BF16, F32, F32, BF16, BF16, F32],
+    ),
+    groups=[
+        {"group": group, "d_n": d_n, "d_v": d_v, "row": row, "heads": heads}
+        for group, d_n, d_v, row, heads in (
+            (64, 192, 256, ROW, 3),
+            (64, 128, 128, ROW, 1),
+            (64, 40, 24, RowShape(96, 32), 7),
+            (128, 128, 128, RowShape(160, 64), 3),
+            (128, 16, 16, RowShape(96, 32), 5),
+            (64, 24, 16, RowShape(70, 2), 3),
+            (128, 1, 3, RowShape(64, 0), 2),
+        )
+    ],
+    scaled_pages=[
+        row | {"seed": row["heads"]}
+        for row in pairs(
+            table(page_size=[1, 16, 64], heads=[3, 2, 7]), list(SCALED.values()), POOLS
+        )
+    ],
+    scaled_types=with_fields(
+        product(
+            list(SCALED.values()),
+            table(
+                dtype=[BF16, F16, F32], freqs_dtype=[BF16, F16, F32], gamma_dtype=[F32, BF16, F32]
+            ),
+        ),
+        step=SMALL_STEP,
+    ),
 )
 @pytest.mark.hopper_too
-def test_prefill_branch_in_every_type(dtype, cache, freqs, gamma):
-    case = PrefillCase(dtype=dtype, cache_dtype=cache, freqs_dtype=freqs, gamma_dtype=gamma)
-    case.run()
-    case.check()
+def test_prefill_branch_matches_the_oracle(fields):
+    assert_matches_oracle(fields)
 
 
 @pytest.mark.slow
-@windowed_masks
-@pytest.mark.parametrize("skips_hidden", [False, True], ids=["whole-buffer", "visible-buffer"])
-def test_prefill_branch_under_every_mask(mask, window, skips_hidden):
-    case = PrefillCase(
-        mask=mask,
-        window=window,
+@cases(
+    masks=with_fields(under_masks(SKIPS), **MASKED),
+    scaled_masks=with_fields(under_masks(SMALL_SCALED, SKIPS), **MASKED, has_scale_pool=True),
+    alibi=[
+        SMALL
+        | {"d_n": 32, "dtype": F32, "score_mod": "alibi", "mask": mask}
+        | {"heads": heads, "window": window_of(mask, 6)}
+        for mask in ("causal", "sliding_window_causal", "chunked_causal")
+        for heads in (3, 8, 20)
+    ],
+    integers=with_fields(table(integers=INTEGERS), **SMALL, layer=2),
+    scaled_integers=with_fields(
+        table(integers=INTEGERS),
+        **SMALL,
+        layer=2,
+        step=SMALL_STEP,
+        has_scale_pool=True,
+        scale_columns=32,
+    ),
+    scaled_rows=with_fields(
+        table(
+            row=[RowShape(64, 0), RowShape(70, 2), RowShape(128, 96)], scale_columns=[32, 72, 64]
+        ),
         d_n=16,
-        d_v=24,
-        row=SMALL_ROW,
-        dtype=F32,
-        page_size=7,
-        step=Step((40, 0, 11, 24, 6), (1, 3, 0, 14, 9)),
-        skips_hidden=skips_hidden,
-    )
-    case.run()
-    case.check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mask", ["causal", "sliding_window_causal", "chunked_causal"])
-@pytest.mark.parametrize("heads", [3, 8, 20])
-def test_prefill_branch_with_alibi(heads, mask):
-    case = PrefillCase(
-        heads=heads,
-        mask=mask,
-        window=window_of(mask, 6),
-        score_mod="alibi",
-        d_n=32,
         d_v=16,
-        row=SMALL_ROW,
-        dtype=F32,
-    )
-    case.run()
-    case.check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("group", "d_n", "d_v", "row", "heads"),
-    [
-        (64, 192, 256, ROW, 3),
-        (64, 128, 128, ROW, 1),
-        (64, 40, 24, RowShape(96, 32), 7),
-        (128, 128, 128, RowShape(160, 64), 3),
-        (128, 16, 16, RowShape(96, 32), 5),
-        (64, 24, 16, RowShape(70, 2), 3),
-        (128, 1, 3, RowShape(64, 0), 2),
-    ],
-    ids=str,
+        step=SMALL_STEP,
+    ),
 )
-@pytest.mark.hopper_too
-def test_prefill_branch_at_every_granularity(group, d_n, d_v, row, heads):
-    case = PrefillCase(group=group, d_n=d_n, d_v=d_v, row=row, heads=heads)
-    case.run()
-    case.check()
+def test_portable_prefill_branch_matches_the_oracle(fields):
+    assert_matches_oracle(fields)
+
+
+@cases(rows=with_fields(product(SMALL_SCALED, POOLS), **SMALL, step=SMALL_STEP))
+@pytest.mark.interpreted
+def test_scaled_prefill_branch_over_small_rows(fields):
+    assert_matches_oracle(fields)
 
 
 @pytest.mark.slow
@@ -136,14 +156,6 @@ def test_prefill_branch_bounds_the_scale_of_large_latents():
     case.run()
     cached = torch.cat([rows for rows, _, _ in case.quantised_rows()])
     assert float(cached[:, :512].abs().max()) > 1200
-    case.check()
-
-
-@pytest.mark.slow
-@integer_types
-def test_prefill_branch_takes_every_integer_type(integer_type):
-    case = PrefillCase(integers=integer_type, d_n=16, d_v=16, row=SMALL_ROW, layer=2)
-    case.run()
     case.check()
 
 
@@ -161,16 +173,20 @@ def test_prefill_branch_follows_a_plan(spare, has_last_offset):
     case.check()
 
 
-def test_prefill_branch_without_a_buffer_changes_nothing():
-    case = PrefillCase(d_n=16, d_v=16, row=SMALL_ROW)
+@cases(plain=[SMALL], scaled=with_fields(SMALL_SCALED, **SMALL, has_scale_pool=True))
+def test_prefill_branch_without_a_buffer_changes_nothing(fields):
+    case = PrefillCase(**fields)
     nothing = torch.zeros(len(case.step.new) + 1, dtype=torch.int32)
     case.run((nothing, nothing, 0))
     case.assert_untouched()
 
 
-@pytest.mark.parametrize("step", [NO_REQUESTS, NO_TOKENS], ids=["no-requests", "no-tokens"])
-def test_prefill_branch_of_nothing_writes_nothing(step):
-    case = PrefillCase(step=step, d_n=16, d_v=16, row=SMALL_ROW)
+@cases(
+    plain=with_fields(NOTHING_TO_DO, **SMALL),
+    scaled=with_fields(product(NOTHING_TO_DO, SMALL_SCALED), **SMALL, has_scale_pool=True),
+)
+def test_prefill_branch_of_nothing_writes_nothing(fields):
+    case = PrefillCase(**fields)
     case.run()
     case.assert_untouched()
 
@@ -213,25 +229,18 @@ def _lengths_on_a_gpu(monkeypatch):
         monkeypatch.setattr(module, "values_visible", lambda tensor: False)
 
 
+SOME_MASKS = [{"mask": mask, "window": window_of(mask, 6)} for mask in MASKS]
+
+
 @pytest.mark.slow
 @pytest.mark.on_cpu
 @pytest.mark.usefixtures("_lengths_on_a_gpu")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("skips_hidden", [False, True], ids=["whole-buffer", "visible-buffer"])
-def test_prefill_branch_where_lengths_may_not_be_read(mask, skips_hidden):
-    case = PrefillCase(
-        mask=mask,
-        window=window_of(mask, 6),
-        d_n=16,
-        d_v=24,
-        row=SMALL_ROW,
-        dtype=F32,
-        page_size=7,
-        step=Step((40, 0, 11, 24, 6), (1, 3, 0, 14, 9)),
-        skips_hidden=skips_hidden,
-    )
-    case.run()
-    case.check()
+@cases(
+    plain=with_fields(product(SOME_MASKS, SKIPS), **MASKED),
+    scaled=with_fields(product(SOME_MASKS, SMALL_SCALED), **MASKED, has_scale_pool=True),
+)
+def test_prefill_branch_where_lengths_may_not_be_read(fields):
+    assert_matches_oracle(fields)
 
 
 @integer_types

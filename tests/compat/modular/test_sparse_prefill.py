@@ -6,67 +6,49 @@ outputs with float64 oracles, row by row, and asserts that not one other bit was
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
 from mlakit.dispatch import knobs
 from tests.compat.modular.attention_cases import SparseCase
-from tests.compat.modular.inputs import BF16, E4M3, F16, F32, PAGES_AND_HEADS, normal
-from tests.compat.modular.parameters import integer_types, taking_turns
+from tests.compat.modular.inputs import BF16, E4M3, F16, F32, normal
+from tests.compat.modular.parameters import INTEGERS, PAGES, cases, product, table, with_fields
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.hopper_too]
 
 
+SINKS = [1.5, -20.0, 30.0, -1e38, -torch.inf, torch.inf]
+STRIDES = (1, 5, 64, 300)
+
+
+def drawn_sink(heads: int) -> torch.Tensor:
+    return normal(torch.Generator().manual_seed(heads), heads, std=4.0)
+
+
 @pytest.mark.slow
-@taking_turns(("page_size", "heads"), PAGES_AND_HEADS, has_sink=[False, True])
-def test_sparse_prefill_matches_the_oracle(page_size, heads, has_sink, generator):
-    sink = normal(generator, heads, std=4.0) if has_sink else None
-    case = SparseCase(seed=page_size, page_size=page_size, heads=heads, sink=sink, layer=2)
+@cases(
+    pages=[
+        row | {"layer": 2, "seed": row["heads"], "sink": drawn_sink(row["heads"]) if odd else None}
+        for row, odd in zip(PAGES, cycle([False, True]), strict=False)
+    ],
+    types=table(dtype=[F16, F32, BF16, F16, F32], cache_dtype=[F16, F32, E4M3, E4M3, E4M3]),
+    token_scales=[{"has_token_scales": True}],
+    integers=with_fields(
+        product(table(integers=INTEGERS), table(is_flat=[True, False])), page_size=7
+    ),
+    sinks=[
+        {"dtype": dtype, "cache_dtype": dtype, "heads": len(SINKS), "sink": torch.tensor(sinks)}
+        for dtype in (BF16, F32)
+        for sinks in (SINKS, *([sink] * len(SINKS) for sink in SINKS))
+    ],
+    widths=[{"stride": n, "lengths": (n, 0, 1, n // 2, n, 1), "page_size": 64} for n in STRIDES],
+)
+def test_sparse_prefill_matches_the_oracle(fields):
+    case = SparseCase(**fields)
     returned = case.run()
     assert returned.data_ptr() == case.output.view.data_ptr()
-    case.check()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cache"), [(F16, F16), (F32, F32), (BF16, E4M3), (F16, E4M3), (F32, E4M3)], ids=str
-)
-def test_sparse_prefill_in_every_type(dtype, cache):
-    case = SparseCase(dtype=dtype, cache_dtype=cache)
-    case.run()
-    case.check()
-
-
-def test_sparse_prefill_of_rows_with_a_scale_per_token():
-    case = SparseCase(has_token_scales=True)
-    case.run()
-    case.check()
-
-
-@integer_types
-@pytest.mark.parametrize("is_flat", [True, False], ids=["1d", "2d"])
-def test_sparse_prefill_takes_every_integer_type(integer_type, is_flat):
-    case = SparseCase(integers=integer_type, is_flat=is_flat, page_size=7)
-    case.run()
-    case.check()
-
-
-SINKS = [1.5, -20.0, 30.0, -1e38, -torch.inf, torch.inf]
-
-
-@pytest.mark.parametrize("sink", [*SINKS, None], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_sparse_prefill_with_every_kind_of_sink(sink, dtype):
-    heads = len(SINKS)
-    sinks = torch.tensor(SINKS) if sink is None else torch.full((heads,), sink)
-    case = SparseCase(heads=heads, sink=sinks, dtype=dtype, cache_dtype=dtype)
-    case.run()
-    case.check()
-
-
-@pytest.mark.parametrize("stride", [1, 5, 64, 300])
-def test_sparse_prefill_takes_lists_of_any_width(stride):
-    case = SparseCase(stride=stride, lengths=(stride, 0, 1, stride // 2, stride, 1), page_size=64)
-    case.run()
     case.check()
 
 
