@@ -19,8 +19,9 @@ from torch import Tensor
 
 from mlakit.dispatch.reprs import shapes_repr
 
-# A correct kernel rounds twice in the stored type: P, then the result.
-STORED_ROUNDINGS = 2.0
+# A correct kernel rounds twice in the stored type: P, then the result. A step that stores partial
+# results and merges them rounds three times.
+STORED_ROUNDINGS, MERGED_ROUNDINGS = 2.0, 3.0
 # It accumulates in float32: a sum of about a thousand terms and the exponential of a score of a few
 # tens lose some tens of roundings. TF32 loses 8192 and bfloat16 65 536: both exceed the tolerance.
 ACCUMULATED_ROUNDINGS = 256.0
@@ -31,7 +32,13 @@ NEVER_A_PAGE = torch.iinfo(torch.int32).max
 
 
 def assert_matches(
-    name: str, actual: Tensor, exact: Tensor, naive: Tensor, *, factor: float = 2.0
+    name: str,
+    actual: Tensor,
+    exact: Tensor,
+    naive: Tensor,
+    *,
+    factor: float = 2.0,
+    roundings: float = STORED_ROUNDINGS,
 ) -> None:
     """Assert that every row of `actual` matches `exact` within the tolerance of its precision.
 
@@ -53,11 +60,11 @@ def assert_matches(
     `floor` is needed because `naive` may be accurate on a row by chance, and its error alone would
     then reject a correct kernel:
 
-        floor = 2 u · |row|  +  256 u32 · max(|row|, |typical row|)         0 for a row of zeros
+        floor = roundings · u · |row|  +  256 u32 · max(|row|, |typical row|)   0 for a zero row
 
     with u the unit roundoff of the type of `actual`, u32 that of the accumulator (float32, or
     float64 for a float64 result), |row| the norm of this row in `exact` and |typical row| the
-    median over the rows. The first term is the two roundings of every kernel. The second is the
+    median over the rows. The first term is the roundings, two of every kernel. The second is the
     accumulation, whose error is proportional to the summed terms: a row that is small because its
     terms cancel (an lse near 0) keeps the absolute error of its neighbours.
 
@@ -83,7 +90,9 @@ def assert_matches(
     norms_of_rows = []
     for label, (own, wrong, plain_loss, stored_loss) in zip(NORMS, norms, strict=True):
         plain_loss = _smoothed_loss(plain_loss, own > 0, columns=want.shape[-1])
-        tolerance = torch.maximum(factor * plain_loss + stored_loss, _floor(own, actual.dtype))
+        tolerance = torch.maximum(
+            factor * plain_loss + stored_loss, _floor(own, actual.dtype, roundings)
+        )
         norms_of_rows.append((label, wrong, tolerance))
     kinds = _kinds(want)
     fails = [
@@ -140,12 +149,12 @@ def _median(sizes: Tensor, filled: Tensor) -> Tensor:
     return torch.where(filled, sizes, torch.nan).nanmedian()
 
 
-def _floor(size: Tensor, dtype: torch.dtype) -> Tensor:
+def _floor(size: Tensor, dtype: torch.dtype, roundings: float) -> Tensor:
     """The minimum tolerance for rows of these sizes."""
     info = torch.finfo(dtype)
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     smallest_step = info.smallest_normal * info.eps
-    storing = STORED_ROUNDINGS * (info.eps * size).clamp_min(smallest_step) / 2
+    storing = roundings * (info.eps * size).clamp_min(smallest_step) / 2
     summed = size.maximum(_median(size, size > 0))
     summing = ACCUMULATED_ROUNDINGS * torch.finfo(accumulator).eps / 2 * summed
     return torch.where(size > 0, storing + summing, 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlakit.dispatch.architectures import AMD
 from mlakit.formats import FORMATS, GROUP_FORMATS
+from mlakit.model.masks import WINDOWED
 from mlakit.tools.workloads import (
     AppendCase,
     AppendRowsCase,
@@ -155,171 +156,137 @@ CONFIGURATIONS: dict[str, Case] = {
 }
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}
-# Gluon kernels, for one architecture only
-HOPPER: dict[str, Case] = {
-    "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64, **MUCH_WORK),
-    "hopper-decode-h40-fp16": _decode("fp16", 40, page_size=64, sink="finite", **MUCH_WORK),
-    "hopper-decode-external-plan": _decode(
-        "bf16", 128, page_size=128, num_ctas=3, tile=16, **MUCH_WORK
-    ),
-    "hopper-decode-small-batch": _decode("bf16", 128, page_size=64),
-    **{
-        f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
-        for heads, format, sink in (
-            (8, "bf16", ""),
-            (16, "bf16", ""),
-            (16, "fp16", "finite"),
-            (32, "bf16", ""),
-        )
-    },
-    "hopper-decode-small_m-external-plan": _decode("bf16", 32, page_size=128, num_ctas=3, tile=16),
-    **{
-        f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
+EXTERNAL_PLAN = {"page_size": 128, "num_ctas": 3, "tile": 16}
+E4M3_QUERY: dict[str, Any] = {"dtype": "e4m3", "q_scaled": True}
+E4M3_QUERY_BF16_ROPE = {**E4M3_QUERY, "q_rope_dtype": "bf16"}
+# of Gluon kernels, for one architecture only: name, format, heads and what differs
+HOPPER_DECODES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("h128-bf16", "bf16", 128, MUCH_WORK),
+    ("h40-fp16", "fp16", 40, {"sink": "finite", **MUCH_WORK}),
+    ("external-plan", "bf16", 128, {**EXTERNAL_PLAN, **MUCH_WORK}),
+    ("small-batch", "bf16", 128, {}),
+    ("h8-bf16", "bf16", 8, {}),
+    ("h16-bf16", "bf16", 16, {}),
+    ("h16-fp16", "fp16", 16, {"sink": "finite"}),
+    ("h32-bf16", "bf16", 32, {}),
+    ("small_m-external-plan", "bf16", 32, EXTERNAL_PLAN),
+    *(
+        (f"h{heads}-{format}", format, heads, {"sink": sink})
         for heads, sink in ((8, ""), (16, "finite"), (32, ""))
         for format in ("fp8", "fp8_token", "fp8_block128")
-    },
-    **{
-        f"hopper-decode-m64-{format}{name}": _decode(
-            format, heads, **{"page_size": 64, **MUCH_WORK, **more}
-        )
-        for format in ("fp8", "fp8_token")
-        for name, heads, more in (
-            ("", 128, {}),
-            ("-external-plan", 128, {"page_size": 128, "num_ctas": 3, "tile": 16}),
-            ("-page8", 100, {"page_size": 8, "sink": "finite"}),
-            ("-page32", 64, {"page_size": 32}),
-            ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
-            ("-e4m3-q-page8", 100, {"dtype": "e4m3", "page_size": 8, "sink": "finite"}),
+    ),
+    *(
+        (f"m64-{format}{name}", format, heads, {**MUCH_WORK, **more})
+        for format in ("fp8", "fp8_token", "fp8_block128")
+        for name, heads, more, others in (
+            ("", 128, {}, ()),
+            ("-external-plan", 128, EXTERNAL_PLAN, ()),
+            ("-page8", 100, {"page_size": 8, "sink": "finite"}, ()),
+            ("-page32", 64, {"page_size": 32}, ()),
+            ("-page1", 128, {"page_size": 1}, ("fp8", "fp8_token")),
+            ("-e4m3-q", 128, E4M3_QUERY, ()),
+            (
+                "-e4m3-q-page8",
+                100,
+                {"dtype": "e4m3", "page_size": 8, "sink": "finite"},
+                ("fp8_block128",),
+            ),
             (
                 "-e4m3-q-external-plan",
                 64,
-                {"dtype": "e4m3", "page_size": 128, "num_ctas": 3, "tile": 16},
+                {"dtype": "e4m3", **EXTERNAL_PLAN},
+                ("fp8_block128",),
+            ),
+            (
+                "-e4m3-q-bf16-rope",
+                128,
+                {"dtype": "e4m3", "q_rope_dtype": "bf16"},
+                ("fp8", "fp8_token"),
             ),
         )
-    },
-    **{
-        f"hopper-decode-m64-fp8_block128{name}": _decode(
-            "fp8_block128", heads, **{"page_size": 64, **MUCH_WORK, **more}
-        )
-        for name, heads, more in (
-            ("", 128, {}),
-            ("-external-plan", 128, {"page_size": 128, "num_ctas": 3, "tile": 16}),
-            ("-page8", 100, {"page_size": 8, "sink": "finite"}),
-            ("-page32", 64, {"page_size": 32}),
-            ("-page1", 128, {"page_size": 1}),
-            ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
-            ("-e4m3-q-bf16-rope", 128, {"dtype": "e4m3", "q_rope_dtype": "bf16"}),
-        )
-    },
-    "hopper-decode-m64-fp8-fp16-q": _decode("fp8", 128, page_size=64, dtype="fp16", **MUCH_WORK),
-    "hopper-decode-m64-fp8_token-e4m3-q-bf16-rope": _decode(
-        "fp8_token",
-        128,
-        page_size=64,
-        dtype="e4m3",
-        q_rope_dtype="bf16",
-        q_scaled=True,
-        **MUCH_WORK,
+        if format not in others
     ),
-    "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
-    **{
-        f"hopper-decode-h{heads}-{format}-e4m3-q": _decode(
-            format, heads, page_size=64, dtype="e4m3", q_scaled=is_scaled
-        )
+    ("m64-fp8-fp16-q", "fp8", 128, {"dtype": "fp16", **MUCH_WORK}),
+    ("m64-fp8_token-e4m3-q-bf16-rope", "fp8_token", 128, {**E4M3_QUERY_BF16_ROPE, **MUCH_WORK}),
+    ("h16-fp8-fp16-q", "fp8", 16, {"dtype": "fp16"}),
+    *(
+        (f"h{heads}-{format}-e4m3-q", format, heads, {"dtype": "e4m3", "q_scaled": is_scaled})
         for heads, is_scaled, formats in (
             (8, True, ("fp8_token",)),
             (16, False, ("fp8", "fp8_token", "fp8_block128")),
             (32, True, ("fp8", "fp8_token", "fp8_block128")),
         )
         for format in formats
-    },
-    **{
-        f"hopper-decode-h{heads}-{format}-e4m3-q-bf16-rope": _decode(
-            format, heads, page_size=64, dtype="e4m3", q_rope_dtype="bf16", q_scaled=True
-        )
+    ),
+    *(
+        (f"h{heads}-{format}-e4m3-q-bf16-rope", format, heads, E4M3_QUERY_BF16_ROPE)
         for heads, format in ((16, "fp8_token"), (32, "fp8_token"), (32, "fp8_block128"))
-    },
-    **{
-        f"hopper-decode-h{heads}-{format}-e4m3-q-external-plan": _decode(
-            format, heads, page_size=page_size, dtype="e4m3", q_scaled=True, num_ctas=3, tile=16
-        )
-        for heads, format, page_size in (
-            (16, "fp8_block128", 128),
-            (32, "fp8", 16),
-            (32, "fp8_token", 16),
-        )
-    },
-    **{
-        f"hopper-decode-h{heads}-{format}-external-plan": _decode(
-            format, heads, page_size=128, num_ctas=3, tile=16
-        )
-        for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_block128"))
-    },
-    **{
-        f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
-            format, heads, page_size=page_size, **more
-        )
-        for page_size in (8, 32)
+    ),
+    *(
+        (f"h{heads}-{format}-e4m3-q-external-plan", format, heads, {**EXTERNAL_PLAN, **more})
         for heads, format, more in (
-            (16, "bf16", {}),
-            (128, "bf16", MUCH_WORK),
-            (16, "fp8", {}),
-            *(
-                (heads, format, {})
-                for heads in (16, 32)
-                for format in ("fp8_token", "fp8_block128")
-            ),
+            (16, "fp8_block128", E4M3_QUERY),
+            (32, "fp8", {**E4M3_QUERY, "page_size": 16}),
+            (32, "fp8_token", {**E4M3_QUERY, "page_size": 16}),
         )
-    },
-    "hopper-decode-h128-bf16-page16": _decode("bf16", 128, page_size=16, **MUCH_WORK),
-    # with a gather producer
-    **{
-        f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
-            format, heads, page_size=page_size, **more
+    ),
+    *(
+        (f"h{heads}-{format}-external-plan", format, heads, EXTERNAL_PLAN)
+        for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_block128"))
+    ),
+    *(
+        (f"h{heads}-{format}-page{page_size}", format, heads, {"page_size": page_size, **more})
+        for heads, format, more, page_sizes in (
+            (16, "bf16", {}, (8, 32)),
+            (128, "bf16", MUCH_WORK, (8, 32, 16)),
+            (16, "fp8", {}, (8, 32)),
+            (16, "fp8_token", {}, (8, 32)),
+            (16, "fp8_block128", {}, (8, 32)),
+            (32, "fp8_token", {}, (8, 32)),
+            (32, "fp8_block128", {}, (8, 32)),
+            # with a gather producer
+            (16, "bf16", {}, (1,)),
+            (32, "fp16", {}, (24,)),
+            (128, "bf16", MUCH_WORK, (1, 96)),
+            (16, "fp8", {}, (3,)),
+            (16, "fp8_token", {}, (1,)),
+            (32, "fp8_token", {}, (1,)),
+            (16, "fp8_block128", {}, (1,)),
+            (32, "fp8_block128", {}, (1,)),
+            (128, "fp8", MUCH_WORK, (96,)),
+            (128, "fp8_token", MUCH_WORK, (1,)),
         )
-        for heads, format, page_size, more in (
-            (16, "bf16", 1, {}),
-            (32, "fp16", 24, {}),
-            (128, "bf16", 1, MUCH_WORK),
-            (128, "bf16", 96, MUCH_WORK),
-            (16, "fp8", 3, {}),
-            (16, "fp8_token", 1, {}),
-            (32, "fp8_token", 1, {}),
-            (16, "fp8_block128", 1, {}),
-            (32, "fp8_block128", 1, {}),
-            (128, "fp8", 96, MUCH_WORK),
-            (128, "fp8_token", 1, MUCH_WORK),
-        )
-    },
-    **{
-        f"hopper-decode-h128-{format}-e4m3-q-page{page_size}": _decode(
-            format, 128, page_size=page_size, dtype="e4m3", q_scaled=True, **MUCH_WORK
-        )
-        for format, page_size in (("fp8", 24), ("fp8_token", 1))
-    },
-    **{
-        f"hopper-indexer-h{heads}-q{q_len}": _index_keys(
-            format="fp8_token", dtype="e4m3", heads=heads, kv_lens=(130, 65), q_lens=(q_len, q_len)
-        )
+        for page_size in page_sizes
+    ),
+    ("h128-fp8-e4m3-q-page24", "fp8", 128, {"page_size": 24, **E4M3_QUERY, **MUCH_WORK}),
+    ("h128-fp8_token-e4m3-q-page1", "fp8_token", 128, {"page_size": 1, **E4M3_QUERY, **MUCH_WORK}),
+)
+HOPPER_INDEX_KEYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(
+        (f"h{heads}-q{q_len}", {"heads": heads, "kv_lens": (130, 65), "q_lens": (q_len, q_len)})
         for heads in (32, 64)
         for q_len in (1, 2, 4, 9)
-    },
-    **{
-        f"hopper-indexer-single-h{heads}-q{q_len}": _index_keys(
-            format="fp8_token", dtype="e4m3", heads=heads, q_lens=(q_len,)
-        )
+    ),
+    *(
+        (f"single-h{heads}-q{q_len}", {"heads": heads, "q_lens": (q_len,)})
         for heads in (32, 64)
         for q_len in (1, 2, 4)
+    ),
+    ("h20-q3", {"heads": 20, "q_lens": (3,)}),
+    ("h48-q9", {"heads": 48, "q_lens": (9,)}),
+    ("null-mask-page128", {"mask": "null", "page_size": 128}),
+    ("null-mask-q9", {"mask": "null", "q_lens": (9,)}),
+    ("int64", {"wide_indices": True, "q_lens": (9,)}),
+)
+SECOND_CACHE = {"extra_format": "fp8_block128", "extra_page_size": 2, "sink": "finite"}
+HOPPER: dict[str, Case] = {
+    **{
+        f"hopper-decode-{name}": _decode(format, heads, **more)
+        for name, format, heads, more in HOPPER_DECODES
     },
     **{
         f"hopper-indexer-{name}": _index_keys(format="fp8_token", dtype="e4m3", **more)
-        for name, more in (
-            ("h20-q3", {"heads": 20, "q_lens": (3,)}),
-            ("h48-q9", {"heads": 48, "q_lens": (9,)}),
-            ("null-mask-page128", {"mask": "null", "page_size": 128}),
-            ("null-mask-q9", {"mask": "null", "q_lens": (9,)}),
-            ("int64", {"wide_indices": True, "q_lens": (9,)}),
-        )
+        for name, more in HOPPER_INDEX_KEYS
     },
     "hopper-sparse-h128-bf16": _sparse("bf16", 128),
     "hopper-sparse-q-rope": _sparse("bf16", 128, q_rope_dtype="bf16"),
@@ -336,21 +303,15 @@ HOPPER: dict[str, Case] = {
     ),
     "hopper-sparse-512": _sparse("bf16", 64, **V4_ROW, with_lens=False),
     "hopper-sparse-fp8_block128": _sparse("fp8_block128", 128, with_lens=False),
-    "hopper-sparse-fp8_block128-extra": _sparse(
-        "fp8_block128", 64, topk=512, extra_format="fp8_block128", extra_page_size=2, sink="finite"
-    ),
+    "hopper-sparse-fp8_block128-extra": _sparse("fp8_block128", 64, topk=512, **SECOND_CACHE),
     "hopper-sparse-h16-fp8_block128": _sparse("fp8_block128", 16, with_lens=False),
-    "hopper-sparse-h32-fp8_block128-extra": _sparse(
-        "fp8_block128", 32, topk=512, extra_format="fp8_block128", extra_page_size=2, sink="finite"
-    ),
+    "hopper-sparse-h32-fp8_block128-extra": _sparse("fp8_block128", 32, topk=512, **SECOND_CACHE),
     "hopper-sparse-h8-fp8_token": _sparse("fp8_token", 8),
     "hopper-sparse-fp8_block64": _sparse(
         "fp8_block64", 64, extra_format="fp8_block64", extra_page_size=2, extra_topk=64
     ),
     "hopper-sparse-fp8_token": _sparse("fp8_token", 64),
     "hopper-sparse-fp8-fp16-q": _sparse("fp8", 64, dtype="fp16", tensor_scale_on_device=True),
-}
-HOPPER |= {
     "hopper-prefill-192-128": _prefill(128, 64, 128),
     "hopper-prefill-256-256": _prefill(192, 64, 256),
     "hopper-prefill-128-128": _prefill(128, 0, 128),
@@ -359,16 +320,8 @@ HOPPER |= {
     "hopper-prefill-null": _prefill(128, 64, 128, mask="null"),
     "hopper-prefill-256-256-null": _prefill(192, 64, 256, mask="null"),
     **{
-        f"hopper-prefill-{mask}": _prefill(128, 64, 128, mask=mask, window=300)
-        for mask in (
-            "sliding_window_causal",
-            "sliding_window_noncausal",
-            "chunked",
-            "chunked_causal",
-        )
+        f"hopper-prefill-{mask}": _prefill(128, 64, 128, mask=mask, window=300) for mask in WINDOWED
     },
-}
-HOPPER |= {
     "hopper-prefill-fp8": _prefill_fp8(),
     "hopper-prefill-fp8-unscaled": _prefill_fp8(scaled=False),
     "hopper-prefill-fp8-blocks": _prefill_fp8(block_scales=True),

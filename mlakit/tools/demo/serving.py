@@ -30,7 +30,13 @@ from mlakit.plan import plan_context
 from mlakit.reference.steps import StepOracle, StepQuery, StepWeights, naive_prefill_output
 from mlakit.steps import CachedBatch, LayerWeights, decode_branch, prefill_branch
 from mlakit.steps.weights import UpProjection
-from mlakit.tools.testing import assert_matches, assert_same_bits, poison
+from mlakit.tools.testing import (
+    MERGED_ROUNDINGS,
+    STORED_ROUNDINGS,
+    assert_matches,
+    assert_same_bits,
+    poison,
+)
 
 PAGE_SIZE = 64
 CONTINUATIONS = 2
@@ -73,7 +79,7 @@ class Stage:
         self.tokens += tokens
         return result
 
-    def check(self, actual: Tensor, exact: Tensor, naive: Tensor) -> None:
+    def check(self, actual: Tensor, exact: Tensor, naive: Tensor, **given: float) -> None:
         """Compare all rows; `naive` is the oracle in the precision of the kernels."""
         actual = actual.cpu()
         size = exact.abs().amax(-1).clamp_min(torch.finfo(torch.float64).tiny)
@@ -81,11 +87,11 @@ class Stage:
         self.error = max(self.error, float(errors.nan_to_num(nan=torch.inf).max()))
         if not exact.isfinite().all():
             self.fail(f"{self.name}: the oracle is not finite: wrong inputs")
-        self.expect(assert_matches, actual, exact, naive)
+        self.expect(assert_matches, actual, exact, naive, **given)
 
-    def expect(self, comparison: Callable[..., None], *results: Tensor) -> None:
+    def expect(self, comparison: Callable[..., None], *results: Tensor, **given: float) -> None:
         try:
-            comparison(self.name, *results)
+            comparison(self.name, *results, **given)
         except AssertionError as wrong:
             self.fail(str(wrong))
 
@@ -194,18 +200,24 @@ class Session:
         out = stage.timed(tokens, self.device, attend)
         exact, naive = self.oracles(heads or slice(None))
         cached = [self.rows(self.caches[0], each) for each in sequences]
-        wanted, plain = [], []
+        before, wanted, plain = len(cached[0]) - count, [], []
         for token, position in enumerate(positions.tolist()):
             seen = cached[token // count][: position + 1]
             if chosen is not None:
                 seen = seen[chosen[token].cpu().long()]
             own = q[token].cpu()[heads or slice(None)]
-            query = StepQuery(own, kv[token].cpu(), position, seen, len(cached[0]) - count)
+            query = StepQuery(own, kv[token].cpu(), position, seen, before)
             wanted.append(exact.output(query))
             plain.append(
                 naive.output(query) if heads is None else naive_prefill_output(query, naive.weights)
             )
-        stage.check(out[:, heads or slice(None)], torch.cat(wanted), torch.cat(plain))
+        stage.check(
+            out[:, heads or slice(None)],
+            torch.cat(wanted),
+            torch.cat(plain),
+            # the context and the new tokens are attended to apart, and merged
+            roundings=MERGED_ROUNDINGS if heads and before else STORED_ROUNDINGS,
+        )
 
     def select(
         self, stage: Stage, sequences: Sequence[PagedSequence], table: Tensor, kv_lens: Tensor
