@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias, cast
 from unittest.mock import patch
 
 from mlakit.dispatch import knobs, selection
@@ -33,50 +33,44 @@ GPU_WORKERS = 132
 CPU_WORKERS = 5
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """The compile-time parameters of a `mla_decode` kernel."""
+# fields of a case that are compile-time parameters, and what others are drawn from
+Configuration: TypeAlias = dict[str, Any]
 
-    heads: tuple[int, int]  # first, last
-    format: Format = "bf16"
-    dtype: str = "bf16"
-    page_size: int = 64
-    mask: str = "causal"
-    window: int = 0
-    sink: str = ""
-    is_negative: bool = False
-    q_scaled: bool = False
+
+def _decode(heads: tuple[int, int], *, sign: int = 1, **more: Any) -> Configuration:
+    """heads  first, last; sign  of softmax_scale"""
+    return {"heads": heads, "sign": sign, "page_size": 64, **more}
 
 
 SPARE_KEYS = 70_400  # table capacity with which the m64 kernels are selected
 # a kernel each for up to 8, 16, 32, 64 and 128 heads, for FP8 caches and for FP8 queries
 FOR_HOPPER = (
-    Configuration((1, 8), sink="mixed"),
-    Configuration((9, 16), "fp16", "fp16", 128, "null", is_negative=True),
-    Configuration((17, 32)),
-    Configuration((33, 64), mask="null", sink="finite"),
-    Configuration((97, 128)),
-    Configuration((97, 128), "fp16", "fp16", 256, sink="mixed", is_negative=True),
-    Configuration((1, 8), "fp8", mask="null"),
-    Configuration((9, 16), "fp8_token", sink="mixed"),
-    Configuration((97, 128), "fp8_block128", page_size=128, is_negative=True),
-    Configuration((9, 16), "fp8", "e4m3", q_scaled=True, sink="finite"),
-    Configuration((17, 32), "fp8_token", "e4m3", q_scaled=True, mask="null", is_negative=True),
-    Configuration((33, 64), "fp8_block128", "e4m3", page_size=16),
-    Configuration((97, 128), "fp8_token", sink="mixed"),
-    Configuration((33, 64), "fp8", "e4m3", page_size=32, q_scaled=True, mask="null"),
-    Configuration((9, 16), page_size=1),
-    Configuration((97, 128), page_size=24, sink="mixed"),
-    Configuration((9, 16), "fp8_token", page_size=1, mask="null"),
-    Configuration((97, 128), "fp8_token", page_size=1),
-    Configuration((97, 128), "fp8", "e4m3", page_size=1, q_scaled=True),
+    _decode((1, 8), sink="mixed"),
+    _decode((9, 16), format="fp16", dtype="fp16", page_size=128, mask="null", sign=-1),
+    _decode((17, 32)),
+    _decode((33, 64), mask="null", sink="finite"),
+    _decode((97, 128)),
+    _decode((97, 128), format="fp16", dtype="fp16", page_size=256, sink="mixed", sign=-1),
+    _decode((1, 8), format="fp8", mask="null"),
+    _decode((9, 16), format="fp8_token", sink="mixed"),
+    _decode((97, 128), format="fp8_block128", page_size=128, sign=-1),
+    _decode((9, 16), format="fp8", dtype="e4m3", q_scaled=True, sink="finite"),
+    _decode((17, 32), format="fp8_token", dtype="e4m3", q_scaled=True, mask="null", sign=-1),
+    _decode((33, 64), format="fp8_block128", dtype="e4m3", page_size=16),
+    _decode((97, 128), format="fp8_token", sink="mixed"),
+    _decode((33, 64), format="fp8", dtype="e4m3", page_size=32, q_scaled=True, mask="null"),
+    _decode((9, 16), page_size=1),
+    _decode((97, 128), page_size=24, sink="mixed"),
+    _decode((9, 16), format="fp8_token", page_size=1, mask="null"),
+    _decode((97, 128), format="fp8_token", page_size=1),
+    _decode((97, 128), format="fp8", dtype="e4m3", page_size=1, q_scaled=True),
 )
 FOR_ANY = (
     *FOR_HOPPER,
-    Configuration((1, 16), page_size=16, sink="finite"),
-    Configuration((17, 32), mask="sliding_window_causal", window=70),
-    Configuration((1, 64), "fp8_block128", is_negative=True),
-    Configuration((1, 64), "fp8_token", "e4m3", mask="null", sink="mixed"),
+    _decode((1, 16), page_size=16, sink="finite"),
+    _decode((17, 32), mask="sliding_window_causal", window=70),
+    _decode((1, 64), format="fp8_block128", sign=-1),
+    _decode((1, 64), format="fp8_token", dtype="e4m3", mask="null", sink="mixed"),
 )
 CONFIGURATIONS = {"hopper": FOR_HOPPER}
 
@@ -129,7 +123,8 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeCase:
     is_gpu = device != "cpu"
     batch = draw.choice(GPU_BATCHES if is_gpu else CPU_BATCHES)
     longest = min(LONGEST, (GPU_KEYS if is_gpu else CPU_KEYS) // batch)
-    configuration = draw.choice(CONFIGURATIONS.get(backend, FOR_ANY))
+    configuration = dict(draw.choice(CONFIGURATIONS.get(backend, FOR_ANY)))
+    heads, sign = configuration.pop("heads"), configuration.pop("sign")
     q_lens = tuple(draw.choice((1, 1, 1, 1, 2, 4, 0)) for _ in range(batch))
     if draw.flip() or not any(q_lens):
         q_lens = (1,) * batch
@@ -140,19 +135,13 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeCase:
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         **_scheduled(draw, most_ctas=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
-        spare_pages=draw.choice((0, SPARE_KEYS // configuration.page_size)) if is_gpu else 0,
+        spare_pages=draw.choice((0, SPARE_KEYS // configuration["page_size"])) if is_gpu else 0,
         num_layers=draw.integer(1, 2),
         kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
         q_lens=q_lens,
-        heads=draw.choice((*configuration.heads, draw.integer(*configuration.heads))),
-        format=configuration.format,
-        dtype=configuration.dtype,
-        page_size=configuration.page_size,
-        q_scaled=configuration.q_scaled,
-        mask=configuration.mask,
-        window=configuration.window,
-        sink=configuration.sink,
-        sharpness=-sharpness if configuration.is_negative else sharpness,
+        heads=draw.choice((*heads, draw.integer(*heads))),
+        sharpness=sign * sharpness,
+        **configuration,
     )
 
 
@@ -170,26 +159,17 @@ def _scheduled(draw: Draw, *, most_ctas: int, backend: str) -> dict[str, Any]:
     return draw.choice(schedules)
 
 
-@dataclass(frozen=True)
-class IndexerConfiguration:
-    """The compile-time parameters of an `indexer_logits` kernel."""
-
-    heads: int
-    q_lens: tuple[int, ...]  # of a request: their mean is that of a token block of 1, 2, 4 or 8
-    page_size: int = 64
-    mask: str = "causal"
-
-
-INDEXER_CONFIGURATIONS = (
-    IndexerConfiguration(64, (1,)),
-    IndexerConfiguration(64, (1, 2, 2), 128, "null"),
-    IndexerConfiguration(64, (3, 4, 4, 0)),
-    IndexerConfiguration(64, (1, 9, 30, 8, 0)),
-    IndexerConfiguration(32, (1,), 128),
-    IndexerConfiguration(20, (1, 2, 2)),
-    IndexerConfiguration(32, (3, 4, 4, 0), mask="null"),
-    IndexerConfiguration(32, (1, 9, 30, 8, 0)),
-    IndexerConfiguration(48, (1, 9, 30, 8, 0), mask="null"),
+# q_lens of a request: their mean is that of a token block of 1, 2, 4 or 8
+INDEXER_CONFIGURATIONS: tuple[Configuration, ...] = (
+    {"page_size": 64, "heads": 64, "q_lens": (1,)},
+    {"heads": 64, "q_lens": (1, 2, 2), "page_size": 128, "mask": "null"},
+    {"page_size": 64, "heads": 64, "q_lens": (3, 4, 4, 0)},
+    {"page_size": 64, "heads": 64, "q_lens": (1, 9, 30, 8, 0)},
+    {"heads": 32, "q_lens": (1,), "page_size": 128},
+    {"page_size": 64, "heads": 20, "q_lens": (1, 2, 2)},
+    {"page_size": 64, "heads": 32, "q_lens": (3, 4, 4, 0), "mask": "null"},
+    {"page_size": 64, "heads": 32, "q_lens": (1, 9, 30, 8, 0)},
+    {"page_size": 64, "heads": 48, "q_lens": (1, 9, 30, 8, 0), "mask": "null"},
 )
 INDEX_ROW: dict[str, Any] = {"kv_lora_rank": 128, "qk_rope_head_dim": 0}
 INDEXER_EDGES = (*EDGES, 127, 128, 129, 255, 256, 257)
@@ -198,10 +178,11 @@ INDEXER_EDGES = (*EDGES, 127, 128, 129, 255, 256, 257)
 def indexer_launch(draw: Draw, backend: str, device: str) -> IndexerLogitsCase:
     is_gpu = device != "cpu"
     batch = draw.choice(GPU_BATCHES if is_gpu else CPU_BATCHES)
-    configuration = draw.choice(INDEXER_CONFIGURATIONS)
-    q_lens = tuple(draw.choice(configuration.q_lens) for _ in range(batch))
+    configuration = dict(draw.choice(INDEXER_CONFIGURATIONS))
+    known, heads = configuration.pop("q_lens"), configuration.pop("heads")
+    q_lens = tuple(draw.choice(known) for _ in range(batch))
     if not any(q_lens):
-        q_lens = (configuration.q_lens[0],) * batch
+        q_lens = (known[0],) * batch
     # pairs of query and key, padded to the longest request, take a GPU milliseconds
     pairs = (4 * GPU_KEYS if is_gpu else CPU_KEYS) // (batch * max(q_lens))
     longest = max(min(LONGEST, pairs), max(q_lens))
@@ -214,10 +195,9 @@ def indexer_launch(draw: Draw, backend: str, device: str) -> IndexerLogitsCase:
         num_layers=draw.integer(1, 2),
         kv_lens=tuple(_indexer_length(draw, longest) for _ in range(batch)),
         q_lens=q_lens,
-        heads=configuration.heads if is_gpu else draw.integer(1, 3),
-        page_size=configuration.page_size,
-        mask=configuration.mask,
+        heads=heads if is_gpu else draw.integer(1, 3),
         spare_columns=draw.choice((0, 1, 200, 9000)) if is_gpu else draw.integer(0, 3),
+        **configuration,
     )
 
 
@@ -226,43 +206,39 @@ def _indexer_length(draw: Draw, longest: int) -> int:
     return min(draw.choice((draw.choice(INDEXER_EDGES), drawn // 64 * 64, drawn, drawn)), longest)
 
 
-@dataclass(frozen=True)
-class SparseConfiguration:
-    """The compile-time parameters of a `sparse_mla` kernel."""
+V4_ROW: Configuration = {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512}
+NO_ROPE_ROW: Configuration = {"kv_lora_rank": 512, "qk_rope_head_dim": 0, "v_width": 512}
 
-    format: Format = "bf16"
-    dtype: str = "bf16"
-    row: tuple[int, int, int] = (512, 64, 512)  # D_C, D_R, columns that are values
-    page_size: int = 64
-    padded: bool = False  # with gaps between rows and between pages
-    with_lens: bool = True  # the first list; the second one: if the first has none
-    extra_format: Format | Literal[""] = ""
-    extra_page_size: int = 64
-    sink: str = ""
-    is_negative: bool = False
+
+def _sparse(format: Format = "bf16", *, sign: int = 1, **more: Any) -> Configuration:
+    """sign  of softmax_scale; padded  with gaps between rows and between pages
+
+    with_lens  the first list has lengths; the second one: if the first has none
+    """
+    row = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_width": 512}
+    known = {"format": format, "page_size": 64, "extra_page_size": 64, "with_lens": True}
+    return {**row, **known, "sign": sign, **more}
 
 
 # rows of 576 and of 512 columns, with and without a gap between pages, with a second cache
 SPARSE_FOR_HOPPER = (
-    SparseConfiguration(),
-    SparseConfiguration("fp16", "fp16", page_size=3, sink="mixed"),
-    SparseConfiguration(padded=True, with_lens=False, is_negative=True),
-    SparseConfiguration(extra_format="bf16", extra_page_size=2, padded=True, sink="finite"),
-    SparseConfiguration(row=(448, 64, 512), sink="mixed"),
-    SparseConfiguration(
-        "fp16", "fp16", (512, 0, 512), with_lens=False, extra_format="fp16", is_negative=True
-    ),
-    SparseConfiguration("fp8_block128", sink="finite"),
-    SparseConfiguration(
+    _sparse(),
+    _sparse("fp16", dtype="fp16", page_size=3, sink="mixed"),
+    _sparse(padded=True, with_lens=False, sign=-1),
+    _sparse(extra_format="bf16", extra_page_size=2, padded=True, sink="finite"),
+    _sparse(**V4_ROW, sink="mixed"),
+    _sparse("fp16", dtype="fp16", **NO_ROPE_ROW, with_lens=False, extra_format="fp16", sign=-1),
+    _sparse("fp8_block128", sink="finite"),
+    _sparse(
         "fp8_block128", padded=True, extra_format="fp8_block128", extra_page_size=2, sink="mixed"
     ),
-    SparseConfiguration("fp8_block64", row=(448, 64, 512), page_size=61, is_negative=True),
-    SparseConfiguration("fp8_token", page_size=16, extra_format="fp8_token", padded=True),
-    SparseConfiguration("fp8", "fp16", with_lens=False, sink="finite"),
+    _sparse("fp8_block64", **V4_ROW, page_size=61, sign=-1),
+    _sparse("fp8_token", page_size=16, extra_format="fp8_token", padded=True),
+    _sparse("fp8", dtype="fp16", with_lens=False, sink="finite"),
 )
 SPARSE_FOR_ANY = (
     *SPARSE_FOR_HOPPER,
-    SparseConfiguration("fp8_token", extra_format="bf16", page_size=16),
+    _sparse("fp8_token", extra_format="bf16", page_size=16),
 )
 SPARSE_CONFIGURATIONS = {"hopper": SPARSE_FOR_HOPPER}
 LIST_EDGES = (1, 63, 64, 65, 127, 128, 129)
@@ -270,42 +246,31 @@ LIST_EDGES = (1, 63, 64, 65, 127, 128, 129)
 
 def sparse_launch(draw: Draw, backend: str, device: str) -> SparseCase:
     is_gpu = device != "cpu"
-    configuration = draw.choice(SPARSE_CONFIGURATIONS.get(backend, SPARSE_FOR_ANY))
+    configuration = dict(draw.choice(SPARSE_CONFIGURATIONS.get(backend, SPARSE_FOR_ANY)))
+    sign = configuration.pop("sign")
     tokens = draw.choice((1, 2, 7, 40, 150) if is_gpu else (1, 2, 3))
     longest = min(2100, 12_000 // tokens) if is_gpu else 200
     topk, extra_topk = (
         draw.choice((draw.choice(LIST_EDGES), draw.integer(1, longest))) for _ in range(2)
     )
-    kv_lora_rank, qk_rope_head_dim, v_width = configuration.row
     sharpness = draw.choice((0.5, 1.5, 4.0))
     return SparseCase(
         **_common(draw),
         num_tokens=tokens,
         topk=topk,
         extra_topk=extra_topk,
-        with_lens=configuration.with_lens,
-        extra_with_lens=not configuration.with_lens,
+        extra_with_lens=not configuration["with_lens"],
         num_splits=draw.choice((0, 0, 1, draw.integer(2, 9))),
-        num_pages=-(-draw.integer(10, 1500 if is_gpu else 150) // configuration.page_size),
+        num_pages=-(-draw.integer(10, 1500 if is_gpu else 150) // configuration["page_size"]),
         heads=draw.choice((16, 64, 128, draw.integer(1, 140)) if is_gpu else (1, 5)),
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        v_width=v_width,
-        format=configuration.format,
-        dtype=configuration.dtype,
-        page_size=configuration.page_size,
         num_layers=draw.integer(1, 2),
-        padded=configuration.padded,
-        extra_format=configuration.extra_format,
-        extra_page_size=configuration.extra_page_size,
-        sink=configuration.sink,
-        sharpness=-sharpness if configuration.is_negative else sharpness,
+        sharpness=sign * sharpness,
+        **configuration,
         given_results=draw.flip(),
     )
 
 
-@dataclass(frozen=True)
-class TopkConfiguration:
+class TopkConfiguration(NamedTuple):
     """Ranges with the same compile-time parameters of an `indexer_topk` kernel."""
 
     columns: tuple[int, int]  # first, last
@@ -374,32 +339,23 @@ def _width(draw: Draw, first: int, last: int, *, is_aligned: bool) -> int:
     return drawn if drawn % ALIGNED else drawn - 1
 
 
-@dataclass(frozen=True)
-class SelectConfiguration:
-    """The compile-time parameters of the kernels of `indexer_select`, nearly."""
-
-    heads: int
-    format: Format
-    k: int
-    pages: int  # of the page table, per request
-    mask: str = "causal"
-
-
-SELECT_CONFIGURATIONS = (
-    SelectConfiguration(64, "fp8_token", 2048, 64),
-    SelectConfiguration(32, "bf16", 512, 128, "null"),
-    SelectConfiguration(64, "bf16", 2048, 256),
-    SelectConfiguration(64, "fp8_token", 2048, 1000, "null"),
-    SelectConfiguration(32, "fp8_token", 16, 300),
+# pages of the page table, per request
+SELECT_CONFIGURATIONS: tuple[Configuration, ...] = (
+    {"heads": 64, "format": "fp8_token", "k": 2048, "pages": 64},
+    {"heads": 32, "format": "bf16", "k": 512, "pages": 128, "mask": "null"},
+    {"heads": 64, "format": "bf16", "k": 2048, "pages": 256},
+    {"heads": 64, "format": "fp8_token", "k": 2048, "pages": 1000, "mask": "null"},
+    {"heads": 32, "format": "fp8_token", "k": 16, "pages": 300},
 )
 SELECT_PAGE = 64
 
 
 def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectCase:
     is_gpu = device != "cpu"
-    configuration = draw.choice(SELECT_CONFIGURATIONS)
+    configuration = dict(draw.choice(SELECT_CONFIGURATIONS))
+    known = configuration.pop("pages")
     batch = draw.choice((1, 2, 3, 8) if is_gpu else CPU_BATCHES)
-    pages = configuration.pages if is_gpu else 30
+    pages = known if is_gpu else 30
     longest = min((12_000 if is_gpu else CPU_KEYS) // batch, (pages - SPARE_COLUMNS) * SELECT_PAGE)
     kv_lens = tuple(_length(draw, longest) for _ in range(batch))
     q_lens = tuple(draw.choice((1, 1, 2, 5, 0)) for _ in range(batch))
@@ -414,12 +370,9 @@ def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectCase:
         spare_columns=None,
         kv_lens=kv_lens,
         q_lens=q_lens,
-        heads=configuration.heads,
-        k=configuration.k,
-        format=configuration.format,
-        dtype="e4m3" if configuration.format == "fp8_token" else "bf16",
+        dtype="e4m3" if configuration["format"] == "fp8_token" else "bf16",
         page_size=SELECT_PAGE,
-        mask=configuration.mask,
+        **configuration,
         block_tokens=draw.choice((0, 0, 1, 3, 40)),
         # tables of one width: the kernel depends on it
         spare_pages=pages - SPARE_COLUMNS - max(1, -(-max(kv_lens) // SELECT_PAGE)),
