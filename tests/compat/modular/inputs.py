@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit import ops
 from mlakit.compat import modular as documented
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import Mask
@@ -39,7 +38,6 @@ def functions_of(module: Any) -> Any:
 
 
 modular: Any = functions_of(documented)
-ops_there: Any = functions_of(ops)
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 ROW = RowShape(512, 64)

@@ -189,11 +189,6 @@ def test_no_tokens_write_nothing(make, requests):
     assert written_by(no_tokens(make, requests)) == {}
 
 
-def test_a_buffer_of_length_0_writes_nothing():
-    call = spoil(prefill(), {"buffer_row_offsets": int32(0, 0, 0, 0), "buffer_length": 0})
-    assert written_by(call) == {}
-
-
 def test_no_rows_that_count_give_zeros():
     call = spoil(sparse(), {"topk_lengths": int32(0, 0, 0)})
     assert not call().any()
