@@ -119,7 +119,7 @@ def test_few_tokens_split_their_lists(launched, tokens, heads, topk, grid, num_s
     _, launched_grid, arguments = launched[0]
     assert (launched_grid, arguments["num_splits"]) == ((grid,), num_splits)
     assert len(launched) == (1 if num_splits == 1 else 2)
-    assert (arguments["out"].dtype == torch.float32) == (num_splits > 1)
+    assert (arguments["outputs"].out.dtype == torch.float32) == (num_splits > 1)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_the_last_tiles_are_split_where_they_would_take_a_wave(
     assert tail["tokens"] == tokens - first
     assert tail["num_splits"] > 1
     # the rows of the last tokens, in the same memory
-    assert tail["rows"].data_ptr() == main["rows"].data_ptr() + 4 * first * topk
+    assert tail["main"].rows.data_ptr() == main["main"].rows.data_ptr() + 4 * first * topk
     assert len(launched) == 3
     launched.clear()
     call(tokens, heads, topk, plan=EvenSplit(1))
@@ -161,11 +161,11 @@ def test_a_plan_sets_the_splits_and_the_merge_adds_the_sink(launched):
     sink = torch.zeros(16)
     call(300, topk=640, plan=EvenSplit(3), sink=sink)
     _, grid, arguments = launched[0]
-    assert (grid, arguments["num_splits"], arguments["sink"]) == ((132,), 3, None)
-    assert launched[1][2]["sink"] is sink
+    assert (grid, arguments["num_splits"], arguments["outputs"].sink) == ((132,), 3, None)
+    assert launched[1][2]["outputs"].sink is sink
     launched.clear()
     call(300, topk=640, plan=EvenSplit(1), sink=sink)
-    assert launched[0][2]["sink"] is sink
+    assert launched[0][2]["outputs"].sink is sink
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,8 @@ def test_pages_without_a_gap_need_no_page_size(
     call(cache=pages(page_size, num_layers))
     arguments = launched[0][2]
     assert page == arguments["TRAITS"].PAGE
-    assert (arguments["row_chunks"], arguments["page_chunks"]) == (row_chunks, page_chunks)
+    rows = arguments["main"]
+    assert (rows.row_chunks, rows.page_chunks) == (row_chunks, page_chunks)
 
 
 def test_what_a_kernel_is_compiled_for_does_not_depend_on_sizes(launched):
@@ -199,14 +200,14 @@ def test_the_second_cache_has_its_own_pages(launched):
     arguments = launched[0][2]
     traits = arguments["TRAITS"]
     assert (traits.HAS_EXTRA, traits.PAGE, traits.EXTRA_PAGE) == (True, 0, 16)
-    assert (arguments["extra_topk"], arguments["extra_num_slots"]) == (7, 64)
+    assert (arguments["extra_topk"], arguments["extra"].num_slots) == (7, 64)
 
 
 @pytest.mark.parametrize("softmax_scale", [0.3, -0.3, 0.0])
 def test_the_sign_of_the_scale_is_a_constant(launched, softmax_scale):
     call(softmax_scale=softmax_scale)
     arguments = launched[0][2]
-    assert arguments["scale_log2"] > 0
+    assert arguments["scales"].scale_log2 > 0
     assert (softmax_scale > 0) - (softmax_scale < 0) == arguments["TRAITS"].SIGN
 
 

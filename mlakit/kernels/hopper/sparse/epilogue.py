@@ -54,17 +54,16 @@ def _stored_layout(columns):
 
 
 @gluon.jit
-def store_half(
-    tile, outputs, heads, acc, row_max, row_sum, max_logit, IS_EVEN: gl.constexpr
-):  # fmt: skip
+def store_half(tile, outputs, heads, acc, softmax, IS_EVEN: gl.constexpr):
     """Store a column half of a result; the even warpgroup stores lse and max_logits as well.
 
-    max_logit  [64] in log2 units, −inf where no entry is valid
+    softmax  `seesaw.Softmax`
     """
+    row_max, row_sum = softmax.row_max, softmax.row_sum
     head = tile.first_head + gl.arange(0, 64, row_max.type.layout)
     lse, out_scale = finish_rows(tile, outputs, heads, head, row_max, row_sum)
     if IS_EVEN:
-        store_statistics(tile, outputs, heads, head, lse, row_sum, max_logit)
+        store_statistics(tile, outputs, heads, head, lse, row_sum, softmax.max_logit)
     out_scale = gl.convert_layout(out_scale, gl.SliceLayout(1, acc.type.layout))
     values = acc * gl.expand_dims(out_scale, 1)
     store_values(tile, outputs, heads, values, 0 if IS_EVEN else 256)

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from mlakit.cache import CacheLayer
+from mlakit.kernels.hopper.sparse.arguments import RowScaleArguments
 
 
-class ScaleArguments(NamedTuple):
-    """Scales that are not inside the rows of a cache, with the fields of `fp8_rows.RowScales`."""
-
-    first: Tensor | None
-    stride_page: int
-    stride_row: int
-    tensor_scale: float
-
-
-def scale_arguments(*layers: CacheLayer) -> tuple[ScaleArguments, ...]:
-    return tuple(_scales(each) for each in layers)
-
-
-def _scales(layer: CacheLayer) -> ScaleArguments:
+def row_scale_arguments(layer: CacheLayer) -> RowScaleArguments:
     scales, tensor_scale = layer.scales, layer.tensor_scale
     if scales is not None:
         scales = words_of(scales) if scales.element_size() == 1 else scales
         page_stride, row_stride, _ = scales.stride()
         # in pages of one row, all rows have the same stride
-        return ScaleArguments(
-            scales, page_stride, page_stride if layer.page_size == 1 else row_stride, 1.0
-        )
+        row_stride = page_stride if layer.page_size == 1 else row_stride
+        return RowScaleArguments(scales, page_stride, row_stride, 1.0)
     if isinstance(tensor_scale, Tensor):
-        return ScaleArguments(tensor_scale.to(layer.payload.device), 0, 0, 1.0)
-    return ScaleArguments(None, 0, 0, float(tensor_scale))
+        return RowScaleArguments(tensor_scale.to(layer.payload.device), 0, 0, 1.0)
+    return RowScaleArguments(None, 0, 0, float(tensor_scale))
 
 
 def words_of(rows: Tensor) -> Tensor:

@@ -22,6 +22,11 @@ from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import SparseArguments, filled
+from mlakit.kernels.hopper.sparse.arguments import (
+    ListArguments,
+    OutputArguments,
+    ScaleArguments,
+)
 from mlakit.kernels.hopper.sparse.configs import (
     BLOCK,
     D_R,
@@ -35,7 +40,7 @@ from mlakit.kernels.hopper.sparse.configs import (
     small_m_fp8_kv_config,
     tail_start,
 )
-from mlakit.kernels.hopper.sparse.fp8_scales import scale_arguments, words_of
+from mlakit.kernels.hopper.sparse.fp8_scales import row_scale_arguments, words_of
 from mlakit.kernels.hopper.sparse.m64_bf16 import sparse_mla_m64_bf16_kernel
 from mlakit.kernels.hopper.sparse.m64_fp8_kv import sparse_mla_m64_fp8_kv_kernel
 from mlakit.kernels.hopper.sparse.small_m_fp8_kv import sparse_mla_small_m_fp8_kv_kernel
@@ -92,9 +97,12 @@ def _of_tokens(a: SparseArguments, some: slice) -> SparseArguments:
 
 def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor) -> None:
     tokens, heads, _ = a.q.shape
-    lists = [(a.layer, a.rows, a.topk_lens)]
+    # without a second cache, the arguments that describe it are those of the first, and not read
+    extra_layer, extra_rows = a.layer, a.rows
+    lists = [a.rows]
     if a.extra is not None:
-        lists.append((a.extra, filled(a.extra_rows), a.extra_topk_lens))
+        extra_layer, extra_rows = a.extra, filled(a.extra_rows)
+        lists.append(extra_rows)
     num_sms = target(a.q.device).num_sms
     tile = head_tile(kernel, heads)
     head_tiles = tokens * triton.cdiv(heads, tile)
@@ -102,44 +110,56 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         wanted=None if a.splits is None else a.splits.num_splits,
         rows=tokens * heads,
         head_tiles=head_tiles,
-        list_tiles=sum(triton.cdiv(rows.shape[1], LIST_TILES[kernel]) for _, rows, _ in lists),
+        list_tiles=sum(triton.cdiv(rows.shape[1], LIST_TILES[kernel]) for rows in lists),
         num_sms=num_sms,
         row_bytes=4 * (D_V + 2),
     )
-    results = [(out, out.stride()[:2]), (lse, lse.stride()), (max_logits, max_logits.stride())]
+    results = [out, lse, max_logits]
+    strides = [out.stride()[:2], lse.stride(), max_logits.stride()]
     if num_splits > 1:
         scratch = [
             workspace.scratch((num_splits, tokens, heads, n), torch.float32, out.device)
             for n in (D_V, 1, 1)
         ]
-        results = [(each, each.stride()[1:3]) for each in scratch]
+        results = scratch
+        strides = [each.stride()[1:3] for each in scratch]
     function, pick_config = KERNELS[kernel]
     config = pick_config(*_config_arguments(kernel, a, heads))
+    q_tiles, rope_tiles = _query_tiles(a.q, a.q_rope, tile)
     launch(
         function,
         (min(num_sms, head_tiles * num_splits),),
-        *_query_tiles(a.q, a.q_rope, tile),
-        *_list_arguments(*lists[0]),
-        *(_list_arguments(*lists[1]) if a.extra is not None else _NO_LIST),
-        *(each for each, _ in results),
-        None if num_splits > 1 else a.sink,
-        *(stride for _, strides in results for stride in strides),
-        0 if a.sink is None else a.sink.stride(0),
-        # a scale of 0 would turn the −inf of an invalid entry into NaN
-        max(abs(a.softmax_scale) * log2(e), SMALLEST_SCALE),
-        tokens,
-        heads,
-        num_splits,
-        *([scale_arguments(lists[0][0], lists[-1][0])] if kernel != "m64_bf16" else []),
+        q=q_tiles,
+        q_rope=rope_tiles,
+        tokens=tokens,
+        heads=heads,
+        num_splits=num_splits,
+        lens=a.topk_lens,
+        topk=a.rows.shape[1],
+        stride_token=a.rows.stride(0),
+        stride_lens=0 if a.topk_lens is None else a.topk_lens.stride(0),
+        extra_lens=a.extra_topk_lens,
+        extra_topk=extra_rows.shape[1],
+        extra_stride_token=extra_rows.stride(0),
+        extra_stride_lens=0 if a.extra_topk_lens is None else a.extra_topk_lens.stride(0),
+        main=_list_arguments(a.layer, a.rows),
+        extra=None if a.extra is None else _list_arguments(a.extra, extra_rows),
+        outputs=OutputArguments(
+            *results,
+            None if num_splits > 1 else a.sink,
+            *(stride for pair in strides for stride in pair),
+            0 if a.sink is None else a.sink.stride(0),
+        ),
+        scales=_scale_arguments(kernel, a),
         TRAITS=Traits(
             HAS_ROPE=a.q_rope is not None or a.q.shape[-1] > D_V,
             HAS_EXTRA=a.extra is not None,
-            PAGE=_page(lists[0][0]),
-            EXTRA_PAGE=_page(lists[-1][0]),
+            PAGE=_page(a.layer),
+            EXTRA_PAGE=_page(extra_layer),
             SIGN=(a.softmax_scale > 0) - (a.softmax_scale < 0),
             FORMAT=a.layer.codec.traits,
-            ROW_CHUNKS=_packed_row_chunks(lists[0][0]),
-            EXTRA_ROW_CHUNKS=_packed_row_chunks(lists[-1][0]),
+            ROW_CHUNKS=_packed_row_chunks(a.layer),
+            EXTRA_ROW_CHUNKS=_packed_row_chunks(extra_layer),
         ),
         CONFIG=config,
         num_warps=4,
@@ -155,27 +175,30 @@ def _config_arguments(kernel: str, a: SparseArguments, heads: int) -> tuple[obje
     return (a.layer.codec.traits, heads) if kernel == "small_m_fp8_kv" else ()
 
 
-_NO_LIST = (*(None,) * 3, *(0,) * 7)  # `_list_arguments` of no list
-
-
-def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tuple[object, ...]:
+def _list_arguments(layer: CacheLayer, rows: Tensor) -> ListArguments:
     payload = layer.payload
     page_chunks, row_chunks = (
         stride * payload.element_size() // CHUNK_BYTES for stride in payload.stride()[:2]
     )
     if _page(layer) == 0 and layer.page_size == 1:
         row_chunks = page_chunks  # all rows have the same stride
-    return (
-        words_of(payload) if payload.element_size() == 1 else payload,
-        rows,
-        lens,
-        layer.num_slots,
-        rows.shape[1],
-        page_chunks,
-        row_chunks,
-        *rows.stride(),
-        0 if lens is None else lens.stride(0),
+    return ListArguments(
+        payload=words_of(payload) if payload.element_size() == 1 else payload,
+        rows=rows,
+        num_slots=layer.num_slots,
+        page_chunks=page_chunks,
+        row_chunks=row_chunks,
+        stride_entry=rows.stride(1),
     )
+
+
+def _scale_arguments(kernel: str, a: SparseArguments) -> ScaleArguments:
+    # a scale of 0 would turn the −inf of an invalid entry into NaN
+    scale_log2 = max(abs(a.softmax_scale) * log2(e), SMALLEST_SCALE)
+    if kernel == "m64_bf16":
+        return ScaleArguments(scale_log2, None, None)
+    extra = None if a.extra is None else row_scale_arguments(a.extra)
+    return ScaleArguments(scale_log2, row_scale_arguments(a.layer), extra)
 
 
 def _page(layer: CacheLayer) -> int:

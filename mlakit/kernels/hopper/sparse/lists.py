@@ -54,20 +54,19 @@ class Work:
 
 @gluon.jit
 def _row_list(
-    payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry,
-    stride_lens, ROW_CHUNKS: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
+    arguments, lens, topk, stride_token, stride_lens, ROW_CHUNKS: gl.constexpr, PAGE: gl.constexpr
+):
     """Make a RowList; ROW_CHUNKS is row_chunks, or 0 where it is not known when compiled."""
     return RowList(
-        payload=payload,
-        rows=rows,
+        payload=arguments.payload,
+        rows=arguments.rows,
         lens=lens,
-        num_slots=num_slots,
+        num_slots=arguments.num_slots,
         topk=topk,
-        page_chunks=page_chunks,
-        row_chunks=row_chunks if ROW_CHUNKS == 0 else ROW_CHUNKS,
+        page_chunks=arguments.page_chunks,
+        row_chunks=arguments.row_chunks if ROW_CHUNKS == 0 else ROW_CHUNKS,
         stride_token=stride_token,
-        stride_entry=stride_entry,
+        stride_entry=arguments.stride_entry,
         stride_lens=stride_lens,
         PAGE=PAGE,
     )
@@ -75,7 +74,7 @@ def _row_list(
 
 @gluon.jit
 def make_work(main, extra, num_splits, head_tiles, num_tiles, TRAITS: gl.constexpr):
-    """Make a Work; `main` and `extra` are tuples: the fields of a RowList, up to stride_lens."""
+    """Make a Work; `main` and `extra` are tuples: `arguments.ListArguments`, and what is single."""
     main_list = _row_list(*main, TRAITS.ROW_CHUNKS, TRAITS.PAGE)
     extra_list: gl.constexpr = None
     if TRAITS.HAS_EXTRA:

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.device.compat import copy_words, reinterpret, tma_load
 from mlakit.kernels.hopper.device.primitives import IN_EACH_THREAD, allow_dependents
+from mlakit.kernels.hopper.sparse.arguments import VARYING
 from mlakit.kernels.hopper.sparse.epilogue import Outputs
 from mlakit.kernels.hopper.sparse.lists import (
     block_range,
@@ -32,10 +33,10 @@ from mlakit.kernels.hopper.sparse.lists import (
     valid_slots,
 )
 from mlakit.kernels.hopper.sparse.seesaw import (
+    Scale,
     alloc_all_barriers,
     alloc_smem,
-    even_warpgroup,
-    odd_warpgroup,
+    warpgroup,
 )
 
 # 16 bytes per thread, 128 bytes per row: a thread has 4 rows of a block
@@ -136,76 +137,47 @@ def producer(q, q_rope, work, smem, barriers):
         allow_dependents()  # the merge kernel
 
 
-# arguments that differ from call to call: specialised, each would compile further kernels. Others
-# are nearly always the same: entries of a list are neighbours, and with strides of `out` that are
-# multiples of 16 a thread stores 8 bytes at a time
-VARYING = [
-    "rows", "lens", "extra_rows", "extra_lens", "sink", "lse", "max_logits",
-    "scale_log2", "tokens", "heads", "num_splits",
-    "stride_lse_token", "stride_lse_head", "stride_max_token", "stride_max_head", "stride_sink",
-    *(
-        prefix + name
-        for prefix in ("", "extra_")
-        for name in (
-            "num_slots", "topk", "page_chunks", "row_chunks", "stride_token", "stride_lens",
-        )
-    ),
-]  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=VARYING)
 def sparse_mla_m64_bf16_kernel(
-    q, q_rope,  # TMA descriptors: tiles of 1 x 64 x 256; of 1 x 64 x 64 rotated columns (or None)
-    payload, rows, lens,  # the cache; [tokens, topk]; [tokens] or None
-    num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry, stride_lens,
-    extra_payload, extra_rows, extra_lens,  # of a second cache
-    extra_num_slots, extra_topk, extra_page_chunks, extra_row_chunks, extra_stride_token,
-    extra_stride_entry, extra_stride_lens,
-    out,  # [tokens, heads, 512]; of several splits the three are float32 [num_splits, ...]
-    lse, max_logits,  # [tokens, heads] float32
-    sink,  # [heads] float32, or None
-    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head, stride_max_token,
-    stride_max_head, stride_sink,
-    scale_log2,  # |softmax_scale| · log2(e)
-    tokens, heads, num_splits,
+    q,  # TMA descriptors: tiles of 1 x 64 x 256
+    q_rope,  # of 1 x 64 x 64 rotated columns, or None
+    tokens,
+    heads,
+    num_splits,
+    lens,  # [tokens], or None
+    topk,
+    stride_token,  # from a list to the next
+    stride_lens,
+    extra_lens,  # of a second cache, as all that is extra
+    extra_topk,
+    extra_stride_token,
+    extra_stride_lens,
+    main,  # `arguments.ListArguments`
+    extra,  # likewise, or None
+    outputs,  # `arguments.OutputArguments`
+    scales,  # `arguments.ScaleArguments`
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.M64Bf16Config`
-):  # fmt: skip
+):
     """Run persistent CTAs over the work tiles of all tokens."""
     head_tiles = (heads + 63) // 64
     work = make_work(
-        (
-            payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token,
-            stride_entry, stride_lens,
-        ),
-        (
-            extra_payload, extra_rows, extra_lens, extra_num_slots, extra_topk, extra_page_chunks,
-            extra_row_chunks, extra_stride_token, extra_stride_entry, extra_stride_lens,
-        ),
-        num_splits, head_tiles, tokens * num_splits * head_tiles, TRAITS,
-    )  # fmt: skip
-    outputs = Outputs(
-        out=out,
-        lse=lse,
-        max_logits=max_logits,
-        sink=sink,
-        stride_out_token=stride_out_token,
-        stride_out_head=stride_out_head,
-        stride_lse_token=stride_lse_token,
-        stride_lse_head=stride_lse_head,
-        stride_max_token=stride_max_token,
-        stride_max_head=stride_max_head,
-        stride_sink=stride_sink,
+        (main, lens, topk, stride_token, stride_lens),
+        (extra, extra_lens, extra_topk, extra_stride_token, extra_stride_lens),
+        num_splits,
+        head_tiles,
+        tokens * num_splits * head_tiles,
+        TRAITS,
     )
-    DTYPE: gl.constexpr = payload.dtype.element_ty
+    outputs = Outputs(*outputs)
+    DTYPE: gl.constexpr = main.payload.dtype.element_ty
     smem = alloc_smem(DTYPE, DTYPE, TRAITS.HAS_ROPE)
     barriers = alloc_all_barriers(2, 128)
-    SIGN: gl.constexpr = TRAITS.SIGN
-    consumer_args = (work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN)
+    scale = Scale(size=scales.scale_log2, SIGN=TRAITS.SIGN)
     gl.warp_specialize(
         [
-            (even_warpgroup, consumer_args),
-            (odd_warpgroup, consumer_args),
+            (warpgroup, (True, work, outputs, tokens, heads, smem, barriers, scale)),
+            (warpgroup, (False, work, outputs, tokens, heads, smem, barriers, scale)),
             (producer, (q, q_rope, work, smem, barriers)),
         ],
         [4, 4],

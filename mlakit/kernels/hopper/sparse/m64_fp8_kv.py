@@ -67,6 +67,7 @@ from mlakit.kernels.hopper.device.softmax import (
     apply_sign,
     next_row_max,
 )
+from mlakit.kernels.hopper.sparse.arguments import VARYING
 from mlakit.kernels.hopper.sparse.epilogue import Outputs, store_values
 from mlakit.kernels.hopper.sparse.fp8_rows import PREFETCHED, RowScales, prefetch_rows
 from mlakit.kernels.hopper.sparse.lists import (
@@ -75,7 +76,6 @@ from mlakit.kernels.hopper.sparse.lists import (
     locate_tile,
     make_work,
 )
-from mlakit.kernels.hopper.sparse.m64_bf16 import VARYING
 from mlakit.kernels.hopper.sparse.m64_fp8_kv_dequant import (
     LEFT_EMPTY,
     LEFT_FULL,
@@ -296,74 +296,70 @@ def _pv_warpgroup(
 
 @gluon.jit(do_not_specialize=VARYING)
 def sparse_mla_m64_fp8_kv_kernel(
-    q, q_rope,  # TMA descriptors: tiles of 1 x 64 x 256; of 1 x 64 x 64 rotated columns (or None)
-    payload, rows, lens,  # the cache, int32; [tokens, topk]; [tokens] or None
-    num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry, stride_lens,
-    extra_payload, extra_rows, extra_lens,  # of a second cache
-    extra_num_slots, extra_topk, extra_page_chunks, extra_row_chunks, extra_stride_token,
-    extra_stride_entry, extra_stride_lens,
-    out,  # [tokens, heads, 512]; of several splits the three are float32 [num_splits, ...]
-    lse, max_logits,  # [tokens, heads] float32
-    sink,  # [heads] float32, or None
-    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head, stride_max_token,
-    stride_max_head, stride_sink,
-    scale_log2,  # |softmax_scale| · log2(e)
-    tokens, heads, num_splits,
-    row_scales,  # `fp8_rows.RowScales` of either cache
+    q,  # TMA descriptors: tiles of 1 x 64 x 256
+    q_rope,  # of 1 x 64 x 64 rotated columns, or None
+    tokens,
+    heads,
+    num_splits,
+    lens,  # [tokens], or None
+    topk,
+    stride_token,  # from a list to the next
+    stride_lens,
+    extra_lens,  # of a second cache, as all that is extra
+    extra_topk,
+    extra_stride_token,
+    extra_stride_lens,
+    main,  # `arguments.ListArguments`
+    extra,  # likewise, or None
+    outputs,  # `arguments.OutputArguments`
+    scales,  # `arguments.ScaleArguments`
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
-):  # fmt: skip
+):
     """Run persistent CTAs over the work tiles of all tokens."""
     FORMAT: gl.constexpr = TRAITS.FORMAT
     head_tiles = (heads + 63) // 64
     work = make_work(
-        (
-            payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token,
-            stride_entry, stride_lens,
-        ),
-        (
-            extra_payload, extra_rows, extra_lens, extra_num_slots, extra_topk, extra_page_chunks,
-            extra_row_chunks, extra_stride_token, extra_stride_entry, extra_stride_lens,
-        ),
-        num_splits, head_tiles, tokens * num_splits * head_tiles, TRAITS,
-    )  # fmt: skip
-    outputs = Outputs(
-        out=out,
-        lse=lse,
-        max_logits=max_logits,
-        sink=sink,
-        stride_out_token=stride_out_token,
-        stride_out_head=stride_out_head,
-        stride_lse_token=stride_lse_token,
-        stride_lse_head=stride_lse_head,
-        stride_max_token=stride_max_token,
-        stride_max_head=stride_max_head,
-        stride_sink=stride_sink,
+        (main, lens, topk, stride_token, stride_lens),
+        (extra, extra_lens, extra_topk, extra_stride_token, extra_stride_lens),
+        num_splits,
+        head_tiles,
+        tokens * num_splits * head_tiles,
+        TRAITS,
     )
-    scales = (RowScales(*row_scales[0]),)
+    outputs = Outputs(*outputs)
+    row_scales = (RowScales(*scales.main),)
     if TRAITS.HAS_EXTRA:
-        scales += (RowScales(*row_scales[1]),)
+        row_scales += (RowScales(*scales.extra),)
     stages = alloc_stages(FORMAT)
     query = alloc_query(stages.rope)
     prob_stage = alloc_prob_stage()
     block_counts = alloc_block_counts(4)
     SIGN: gl.constexpr = TRAITS.SIGN
-    q_tiles = QueryTiles(q, q_rope)
     gl.warp_specialize(
         [
             (
                 _qk_softmax_warpgroup,
                 (
-                    q_tiles, work, tokens, heads, outputs, query, prob_stage, stages, block_counts,
-                    scale_log2, SIGN,
+                    QueryTiles(q, q_rope),
+                    work,
+                    tokens,
+                    heads,
+                    outputs,
+                    query,
+                    prob_stage,
+                    stages,
+                    block_counts,
+                    scales.scale_log2,
+                    SIGN,
                 ),
             ),
             (
                 _pv_warpgroup,
                 (work, tokens, heads, outputs, prob_stage, stages, block_counts, FORMAT),
             ),
-            (dequant_warpgroup, (work, scales, stages, block_counts, FORMAT)),
+            (dequant_warpgroup, (work, row_scales, stages, block_counts, FORMAT)),
         ],
         [4, 4],
         [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
-    )  # fmt: skip
+    )

@@ -59,6 +59,23 @@ from mlakit.kernels.hopper.sparse.lists import locate_tile
 
 
 @record
+class Scale:
+    """The factor of scores."""
+
+    size: object  # |softmax_scale| · log2(e)
+    SIGN: object  # of softmax_scale: 1, 0 or −1
+
+
+@record
+class Softmax:
+    """The online softmax of a work tile, in log2 units."""
+
+    row_max: object  # [64], kept until a score exceeds it by far
+    row_sum: object
+    max_logit: object  # [64], −inf where no entry is valid
+
+
+@record
 class Smem:
     """Shared memory. `left` and `right` are halves of columns 0 to 511 of a block."""
 
@@ -226,24 +243,21 @@ def _odd_scores(smem, barriers, phase, zero, scores, q_rope):
 
 
 @gluon.jit
-def _even_pair(
-    phase, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2, q_rope,
-    IS_LAST: gl.constexpr, SIGN: gl.constexpr,
-):  # fmt: skip
+def _even_pair(phase, smem, barriers, acc, softmax, scores, scale, q_rope, IS_LAST: gl.constexpr):
     """The even warpgroup's side of a pair of blocks."""
     SCORES: gl.constexpr = scores.type.layout
     PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = smem.p_odd.dtype
     zero = opaque_zero()
-    scores = _mask(scores, smem.validity_even, barriers.validity, phase, SIGN)
-    block_max = gl.max(scores, 1) * scale_log2
-    max_logit = gl.maximum(max_logit, block_max)
-    even_max = next_row_max(row_max, block_max)
+    scores = _mask(scores, smem.validity_even, barriers.validity, phase, scale.SIGN)
+    block_max = gl.max(scores, 1) * scale.size
+    max_logit = gl.maximum(softmax.max_logit, block_max)
+    even_max = next_row_max(softmax.row_max, block_max)
     smem.max_even.store(even_max)
     mbarrier.arrive(barriers.max_even, count=1)
-    rescale = gl.exp2(row_max - even_max)
-    exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(even_max, 1))
-    row_sum = row_sum * rescale + gl.sum(exponentials, 1)
+    rescale = gl.exp2(softmax.row_max - even_max)
+    exponentials = gl.exp2(scores * scale.size - gl.expand_dims(even_max, 1))
+    row_sum = softmax.row_sum * rescale + gl.sum(exponentials, 1)
     acc = rescale_acc(acc, rescale)
     own_probs = gl.convert_layout(exponentials.to(DTYPE), PROBS)
     pending = warpgroup_mma(own_probs, smem.left_even.index(zero), acc, is_async=True)
@@ -273,33 +287,30 @@ def _even_pair(
     else:
         acc = warpgroup_mma_wait(0, deps=(pending,))
         mbarrier.arrive(barriers.left_odd.empty, count=1)
-    return acc, row_max, row_sum, max_logit, scores
+    return acc, Softmax(row_max, row_sum, max_logit), scores
 
 
 @gluon.jit
-def _odd_pair(
-    phase, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2, q_rope,
-    IS_LAST: gl.constexpr, SIGN: gl.constexpr,
-):  # fmt: skip
+def _odd_pair(phase, smem, barriers, acc, softmax, scores, scale, q_rope, IS_LAST: gl.constexpr):
     """The odd warpgroup's side of the same pair."""
     SCORES: gl.constexpr = scores.type.layout
     PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = smem.p_odd.dtype
     zero = opaque_zero()
-    scores = _mask(scores, smem.validity_odd, barriers.validity, phase, SIGN)
-    block_max = gl.max(scores, 1) * scale_log2
-    max_logit = gl.maximum(max_logit, block_max)
+    scores = _mask(scores, smem.validity_odd, barriers.validity, phase, scale.SIGN)
+    block_max = gl.max(scores, 1) * scale.size
+    max_logit = gl.maximum(softmax.max_logit, block_max)
     mbarrier.wait(barriers.max_even, phase)
     odd_max = next_row_max(smem.max_even.load(gl.SliceLayout(1, SCORES)), block_max)
     smem.max_odd.store(odd_max)
     mbarrier.arrive(barriers.max_odd, count=1)
-    exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(odd_max, 1))
+    exponentials = gl.exp2(scores * scale.size - gl.expand_dims(odd_max, 1))
     probs = exponentials.to(DTYPE)
     smem.p_odd.store(probs)
     fence_async_shared()
     mbarrier.arrive(barriers.p_odd, count=1)
-    rescale = gl.exp2(row_max - odd_max)
-    row_sum = row_sum * rescale + gl.sum(exponentials, 1)
+    rescale = gl.exp2(softmax.row_max - odd_max)
+    row_sum = softmax.row_sum * rescale + gl.sum(exponentials, 1)
     acc = rescale_acc(acc, rescale)
     own_probs = gl.convert_layout(probs, PROBS)
     pending = warpgroup_mma(own_probs, smem.right_odd.index(zero), acc, is_async=True)
@@ -315,14 +326,12 @@ def _odd_pair(
         zeros = gl.zeros([64, 64], gl.float32, SCORES)
         qk = _odd_scores(smem, barriers, phase ^ 1, zero, zeros, q_rope)
         scores = warpgroup_mma_wait(0, deps=(qk,))
-    return acc, odd_max, row_sum, max_logit, scores
+    return acc, Softmax(odd_max, row_sum, max_logit), scores
 
 
 @gluon.jit
-def _warpgroup(
-    IS_EVEN: gl.constexpr, work, outputs, tokens, heads, smem, barriers, scale_log2,
-    SIGN: gl.constexpr,
-):  # fmt: skip
+def warpgroup(IS_EVEN: gl.constexpr, work, outputs, tokens, heads, smem, barriers, scale):
+    """Run the even or the odd warpgroup."""
     SCORES: gl.constexpr = acc_layout(64)
     ACC: gl.constexpr = acc_layout(256)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -333,9 +342,11 @@ def _warpgroup(
         zero = opaque_zero()
         zeros = gl.zeros([64, 64], gl.float32, SCORES)
         acc = gl.zeros([64, 256], gl.float32, ACC)
-        row_max = gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW)
-        row_sum = gl.zeros([64], gl.float32, ROW)
-        max_logit = gl.full([64], NEG_INF, gl.float32, ROW)
+        softmax = Softmax(
+            row_max=gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
+            row_sum=gl.zeros([64], gl.float32, ROW),
+            max_logit=gl.full([64], NEG_INF, gl.float32, ROW),
+        )
         mbarrier.wait(barriers.q.full, tiles_done & 1)
         num_pairs = gl.max(smem.num_pairs.load(IN_EACH_THREAD), 0)
         q_rope = zero
@@ -350,51 +361,35 @@ def _warpgroup(
         last_pair = pairs_done + num_pairs - 1
         for pair in range(pairs_done, last_pair):
             if IS_EVEN:
-                acc, row_max, row_sum, max_logit, scores = _even_pair(
-                    pair & 1, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2,
-                    q_rope, False, SIGN,
-                )  # fmt: skip
+                acc, softmax, scores = _even_pair(
+                    pair & 1, smem, barriers, acc, softmax, scores, scale, q_rope, False
+                )
             else:
-                acc, row_max, row_sum, max_logit, scores = _odd_pair(
-                    pair & 1, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2,
-                    q_rope, False, SIGN,
-                )  # fmt: skip
+                acc, softmax, scores = _odd_pair(
+                    pair & 1, smem, barriers, acc, softmax, scores, scale, q_rope, False
+                )
         mbarrier.arrive(barriers.q.empty, count=1)
         if IS_EVEN:
-            acc, row_max, row_sum, max_logit, scores = _even_pair(
-                last_pair & 1, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2,
-                q_rope, True, SIGN,
-            )  # fmt: skip
-            smem.sum_even.store(row_sum)
+            acc, softmax, scores = _even_pair(
+                last_pair & 1, smem, barriers, acc, softmax, scores, scale, q_rope, True
+            )
+            smem.sum_even.store(softmax.row_sum)
             mbarrier.arrive(barriers.sum_even, count=1)
             mbarrier.wait(barriers.sum_odd, tiles_done & 1)
-            row_sum = row_sum + smem.sum_odd.load(ROW)
-            max_logit = gl.maximum(max_logit, smem.max_logit_odd.load(ROW))
+            softmax = softmax.replace(
+                row_sum=softmax.row_sum + smem.sum_odd.load(ROW),
+                max_logit=gl.maximum(softmax.max_logit, smem.max_logit_odd.load(ROW)),
+            )
         else:
-            acc, row_max, row_sum, max_logit, scores = _odd_pair(
-                last_pair & 1, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2,
-                q_rope, True, SIGN,
-            )  # fmt: skip
-            smem.sum_odd.store(row_sum)
-            smem.max_logit_odd.store(max_logit)
+            acc, softmax, scores = _odd_pair(
+                last_pair & 1, smem, barriers, acc, softmax, scores, scale, q_rope, True
+            )
+            smem.sum_odd.store(softmax.row_sum)
+            smem.max_logit_odd.store(softmax.max_logit)
             mbarrier.arrive(barriers.sum_odd, count=1)
             mbarrier.wait(barriers.sum_even, tiles_done & 1)
-            row_sum = row_sum + smem.sum_even.load(ROW)
+            softmax = softmax.replace(row_sum=softmax.row_sum + smem.sum_even.load(ROW))
         pairs_done = last_pair + 1
         tiles_done += 1
         located = locate_tile(work, tokens, tile)
-        store_half(located, outputs, heads, acc, row_max, row_sum, max_logit, IS_EVEN)
-
-
-@gluon.jit
-def even_warpgroup(
-    work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN: gl.constexpr
-):  # fmt: skip
-    _warpgroup(True, work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN)
-
-
-@gluon.jit
-def odd_warpgroup(
-    work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN: gl.constexpr
-):  # fmt: skip
-    _warpgroup(False, work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN)
+        store_half(located, outputs, heads, acc, softmax, IS_EVEN)

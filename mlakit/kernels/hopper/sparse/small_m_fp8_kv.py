@@ -77,6 +77,7 @@ from mlakit.kernels.hopper.device.primitives import (
 )
 from mlakit.kernels.hopper.device.row_scales import alloc_scale_stages, store_scalar
 from mlakit.kernels.hopper.device.softmax import NEG_INF, apply_sign
+from mlakit.kernels.hopper.sparse.arguments import VARYING
 from mlakit.kernels.hopper.sparse.epilogue import Outputs, store_statistics
 from mlakit.kernels.hopper.sparse.fp8_rows import (
     SCALE_KEYS,
@@ -94,7 +95,6 @@ from mlakit.kernels.hopper.sparse.lists import (
     valid_slots,
 )
 from mlakit.kernels.hopper.sparse.lists import locate_tile as locate_m64_tile
-from mlakit.kernels.hopper.sparse.m64_bf16 import VARYING
 from mlakit.kernels.hopper.sparse.m64_fp8_kv_dequant import (
     Position,
     alloc_block_counts,
@@ -114,6 +114,25 @@ class Gathered:
     """The listed rows, in place of `decode.scheduler.Inputs`; TMA does not load them."""
 
     words: object
+
+
+@record
+class Operands:
+    """What the QK-softmax warpgroups read and write."""
+
+    q: object  # QueryTiles
+    work: object
+    tokens: object
+    heads: object
+    outputs: object
+    gathered: object
+    query: object
+    probs: object
+    pipelines: object
+    block_counts: object
+    scale_log2: object
+    SIGN: object
+    FORMAT: object
 
 
 @gluon.jit
@@ -212,11 +231,11 @@ def _gather_warpgroup(work, row_scales, pipelines, block_counts, FORMAT: gl.cons
 
 
 @gluon.jit
-def _qk_softmax_warpgroup(
-    warpgroup, q, work, tokens, heads, outputs, gathered, query, probs, pipelines, block_counts,
-    scale_log2, SIGN: gl.constexpr, FORMAT: gl.constexpr,
-):  # fmt: skip
+def _qk_softmax_warpgroup(warpgroup, operands):
     """Run one of the two QK-softmax warpgroups; `warpgroup` says which."""
+    work, tokens, outputs = operands.work, operands.tokens, operands.outputs
+    query, probs, pipelines = operands.query, operands.probs, operands.pipelines
+    FORMAT: gl.constexpr = operands.FORMAT
     HEADS: gl.constexpr = query.rope.shape[1]
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -231,7 +250,7 @@ def _qk_softmax_warpgroup(
     blocks_done = tile * 0
     step = gl.num_programs(0)
     if INDEX == 0:
-        _load_query(q, work, tokens, tile, query)
+        _load_query(operands.q, work, tokens, tile, query)
     # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
     for _ in tl.range(0, (work.num_tiles - tile + step - 1) // step, disable_licm=True):
         row_sum = sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
@@ -241,23 +260,39 @@ def _qk_softmax_warpgroup(
             mbarrier.arrive(scaled.full, count=1)
         else:
             mbarrier.wait(scaled.full, tiles_done & 1)
-        count = read_count(block_counts, tiles_done)
+        count = read_count(operands.block_counts, tiles_done)
         first_block = (blocks_done + INDEX) & 1
         for own_block in range(first_block, count, 2):
             # opaque: the compiler would count blocks, keys and stages in registers of their own
             block = own_block + opaque_zero()
             fill = blocks_done + block
             scores, stage, phase = qk_block(
-                gathered, query, pipelines, stage, phase, rope_stage, rope_phase, scaled.scale,
-                LAYOUT, FORMAT, False,
-            )  # fmt: skip
+                operands.gathered,
+                query,
+                pipelines,
+                stage,
+                phase,
+                rope_stage,
+                rope_phase,
+                scaled.scale,
+                LAYOUT,
+                FORMAT,
+                False,
+            )
             stage, phase = advance(pipelines.latent, stage, phase, FILLS)
             is_invalid = load_row_scales(pipelines, rope_stage, 0, LAYOUT) < 0  # no NaN is
-            scores = gl.where(is_invalid, NEG_INF, apply_sign(scores, SIGN))
+            scores = gl.where(is_invalid, NEG_INF, apply_sign(scores, operands.SIGN))
             row_sum = softmax_block(
-                warpgroup, scores, fill, block == 0, row_sum, probs, pipelines, rope_stage,
-                scale_log2,
-            )  # fmt: skip
+                warpgroup,
+                scores,
+                fill,
+                block == 0,
+                row_sum,
+                probs,
+                pipelines,
+                rope_stage,
+                operands.scale_log2,
+            )
             rope_stage, rope_phase = advance(pipelines.rope, rope_stage, rope_phase, 2)
         row_max, row_sum, prob_scale = sum_tile(
             warpgroup, first_block >= count, row_sum, tiles_done, pipelines, LAYOUT
@@ -265,12 +300,12 @@ def _qk_softmax_warpgroup(
         next_tile = tile + step
         if INDEX == 0:
             if next_tile < work.num_tiles:
-                _load_query(q, work, tokens, next_tile, query)
+                _load_query(operands.q, work, tokens, next_tile, query)
             at, _ = _locate_tile(work, tokens, tile, HEADS)
             head = at.first_head + gl.arange(0, HEADS, ROW)
-            lse, out_scale = finish_rows(at, outputs, heads, head, row_max, row_sum)
+            lse, out_scale = finish_rows(at, outputs, operands.heads, head, row_max, row_sum)
             max_logit = gl.where(row_sum == 0.0, NEG_INF, row_max)
-            store_statistics(at, outputs, heads, head, lse, row_sum, max_logit)
+            store_statistics(at, outputs, operands.heads, head, lse, row_sum, max_logit)
             store_out_scale(probs, tiles_done, out_scale * (1.0 / FP16_TARGET) * prob_scale)
         tiles_done += 1
         blocks_done += count
@@ -306,54 +341,42 @@ def _pv_warpgroup(work, tokens, heads, outputs, probs, pipelines, block_counts):
 
 @gluon.jit(do_not_specialize=VARYING)
 def sparse_mla_small_m_fp8_kv_kernel(
-    q, q_rope,  # TMA descriptors: tiles of 1 x HEADS x 128; of 1 x HEADS x 64 rotated columns
-    payload, rows, lens,  # the cache, int32; [tokens, topk]; [tokens] or None
-    num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry, stride_lens,
-    extra_payload, extra_rows, extra_lens,  # of a second cache
-    extra_num_slots, extra_topk, extra_page_chunks, extra_row_chunks, extra_stride_token,
-    extra_stride_entry, extra_stride_lens,
-    out,  # [tokens, heads, 512]; of several splits the three are float32 [num_splits, ...]
-    lse, max_logits,  # [tokens, heads] float32
-    sink,  # [heads] float32, or None
-    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head, stride_max_token,
-    stride_max_head, stride_sink,
-    scale_log2,  # |softmax_scale| · log2(e)
-    tokens, heads, num_splits,
-    row_scales,  # `fp8_rows.RowScales` of either cache
+    q,  # TMA descriptors: tiles of 1 x HEADS x 128
+    q_rope,  # of 1 x HEADS x 64 rotated columns
+    tokens,
+    heads,
+    num_splits,
+    lens,  # [tokens], or None
+    topk,
+    stride_token,  # from a list to the next
+    stride_lens,
+    extra_lens,  # of a second cache, as all that is extra
+    extra_topk,
+    extra_stride_token,
+    extra_stride_lens,
+    main,  # `arguments.ListArguments`
+    extra,  # likewise, or None
+    outputs,  # `arguments.OutputArguments`
+    scales,  # `arguments.ScaleArguments`
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.SmallMFp8KvConfig`
-):  # fmt: skip
+):
     """Run persistent CTAs over the work tiles of all tokens."""
     FORMAT: gl.constexpr = TRAITS.FORMAT
     HEADS: gl.constexpr = CONFIG.HEADS
     head_tiles = (heads + HEADS - 1) // HEADS
     work = make_work(
-        (
-            payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token,
-            stride_entry, stride_lens,
-        ),
-        (
-            extra_payload, extra_rows, extra_lens, extra_num_slots, extra_topk, extra_page_chunks,
-            extra_row_chunks, extra_stride_token, extra_stride_entry, extra_stride_lens,
-        ),
-        num_splits, head_tiles, tokens * num_splits * head_tiles, TRAITS,
-    )  # fmt: skip
-    outputs = Outputs(
-        out=out,
-        lse=lse,
-        max_logits=max_logits,
-        sink=sink,
-        stride_out_token=stride_out_token,
-        stride_out_head=stride_out_head,
-        stride_lse_token=stride_lse_token,
-        stride_lse_head=stride_lse_head,
-        stride_max_token=stride_max_token,
-        stride_max_head=stride_max_head,
-        stride_sink=stride_sink,
+        (main, lens, topk, stride_token, stride_lens),
+        (extra, extra_lens, extra_topk, extra_stride_token, extra_stride_lens),
+        num_splits,
+        head_tiles,
+        tokens * num_splits * head_tiles,
+        TRAITS,
     )
-    scales = (RowScales(*row_scales[0]),)
+    outputs = Outputs(*outputs)
+    row_scales = (RowScales(*scales.main),)
     if TRAITS.HAS_EXTRA:
-        scales += (RowScales(*row_scales[1]),)
+        row_scales += (RowScales(*scales.extra),)
     COUNT: gl.constexpr = 4 if FORMAT.SCALES_AT >= 0 else 1
     NONE: gl.constexpr = None
     full, empty = alloc_stage_barriers(CONFIG.STAGES, 128, 2)
@@ -404,28 +427,28 @@ def sparse_mla_small_m_fp8_kv_kernel(
         end_sum=end_sum,
         scaled=scaled,
     )
-    q_tiles = QueryTiles(q, q_rope)
-    gathered = Gathered(payload)
-    SIGN: gl.constexpr = TRAITS.SIGN
+    operands = Operands(
+        q=QueryTiles(q, q_rope),
+        work=work,
+        tokens=tokens,
+        heads=heads,
+        outputs=outputs,
+        gathered=Gathered(main.payload),
+        query=query,
+        probs=probs,
+        pipelines=pipelines,
+        block_counts=block_counts,
+        scale_log2=scales.scale_log2,
+        SIGN=TRAITS.SIGN,
+        FORMAT=FORMAT,
+    )
     gl.warp_specialize(
         [
             (_pv_warpgroup, (work, tokens, heads, outputs, probs, pipelines, block_counts)),
-            (
-                _qk_softmax_warpgroup,
-                (
-                    first, q_tiles, work, tokens, heads, outputs, gathered, query, probs,
-                    pipelines, block_counts, scale_log2, SIGN, FORMAT,
-                ),
-            ),
-            (
-                _qk_softmax_warpgroup,
-                (
-                    second, q_tiles, work, tokens, heads, outputs, gathered, query, probs,
-                    pipelines, block_counts, scale_log2, SIGN, FORMAT,
-                ),
-            ),
-            (_gather_warpgroup, (work, scales, pipelines, block_counts, FORMAT)),
+            (_qk_softmax_warpgroup, (first, operands)),
+            (_qk_softmax_warpgroup, (second, operands)),
+            (_gather_warpgroup, (work, row_scales, pipelines, block_counts, FORMAT)),
         ],
         [4, 4, 4],
         [CONFIG.SOFTMAX_REGISTERS, CONFIG.SOFTMAX_REGISTERS, CONFIG.GATHER_REGISTERS],
-    )  # fmt: skip
+    )
