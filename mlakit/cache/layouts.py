@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mlakit.dispatch.checks import Dims
-from mlakit.formats import FLOAT_FORMATS, Format, PageFooterCodec, RowCodec, row_codec
+from mlakit.formats import FLOAT_FORMATS, FORMATS, Format, PageFooterCodec, RowCodec, row_codec
 from mlakit.model.geometry import RowShape
 
-FP8_FORMATS: tuple[Format, ...] = ("fp8", "fp8_token", "fp8_block128", "fp8_block64")
+FP8_FORMATS = tuple(name for name in FORMATS if name not in FLOAT_FORMATS.values())
 BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

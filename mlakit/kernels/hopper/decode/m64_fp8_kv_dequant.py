@@ -349,7 +349,7 @@ def _fetch_rows(rows, inputs, keys, pages, block):
     start = rows.words + row * inputs.row_chunks * 4
     return FetchedRows(
         is_there=is_there,
-        scales=load_group_scales(start, is_there),
+        scales=load_group_scales(start, is_there, rows.FORMAT),
         right=load_half(start, is_there, HALF),
         left=load_half(start, is_there, 0),
         rope=load_words(start, is_there, rows.ROPE_COLUMN // 2, WORDS),

@@ -73,9 +73,9 @@ def _lane_group():
 
 
 @gluon.jit
-def load_group_scales(start, is_valid):
-    """Start to load the scales of fp8_block128, for `group_factors`."""
-    scales = gl.load(start + (128 + _lane_group()), mask=is_valid, other=0)
+def load_group_scales(start, is_valid, FORMAT: gl.constexpr):
+    """Start to load the scales that rows hold, for `group_factors`."""
+    scales = gl.load(start + (FORMAT.SCALES_AT // 4 + _lane_group()), mask=is_valid, other=0)
     return scales.to(gl.float32, bitcast=True)
 
 

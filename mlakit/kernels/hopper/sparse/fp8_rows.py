@@ -116,7 +116,7 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
         slot = valid_slots(work, position.blocks, position.block, position.scale_ids)
     if FORMAT.SCALES_AT >= 0:
         start = row_pointers(work, position.blocks, position.block, slot, 4)
-        return load_group_scales(start, slot >= 0), slot >= 0
+        return load_group_scales(start, slot >= 0, FORMAT), slot >= 0
     elif FORMAT.HAS_E8M0_SCALES:
         at = _scale_pointers(work, row_scales, is_extra, slot)
         return load_words(at, slot >= 0, 0, SCALE_BYTES), slot >= 0
