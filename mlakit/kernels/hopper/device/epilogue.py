@@ -49,9 +49,8 @@ def store_lse(tile, outputs, heads, row, lse):
 
 @gluon.jit
 def store_acc(
-    tile, outputs, heads, acc, FIRST: gl.constexpr, HEAD_AXIS: gl.constexpr, column=None,
-    scale=None,
-):  # fmt: skip
+    tile, outputs, heads, acc, FIRST: gl.constexpr, HEAD_AXIS: gl.constexpr, column=None, scale=None
+):
     """Store accumulators: the results of a work tile, or its partial in float32.
 
     acc      tuple of [heads, columns] or [columns, heads] (HEAD_AXIS 0 or 1) of neighbouring
@@ -82,9 +81,7 @@ def store_acc(
 
 
 @gluon.jit
-def _store_tiles(
-    first, row_starts, column, acc, scale, head, heads, mask, HEAD_AXIS: gl.constexpr
-):  # fmt: skip
+def _store_tiles(first, row_starts, column, acc, scale, head, heads, mask, HEAD_AXIS: gl.constexpr):
     COLUMN_AXIS: gl.constexpr = 1 - HEAD_AXIS
     DTYPE: gl.constexpr = first.dtype.element_ty
     is_head = head < heads

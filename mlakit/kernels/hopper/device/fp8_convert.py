@@ -86,9 +86,13 @@ def load_keys(smem, LAYOUT: gl.constexpr):
 def to_fp16(words):
     """Words [rows, words] as float16 [rows, columns]."""
     v0, v1, v2, v3 = gl.inline_asm_elementwise(
-        CONVERT_WORD, TO_FOUR, [words], dtype=(gl.int16, gl.int16, gl.int16, gl.int16),
-        is_pure=True, pack=1,
-    )  # fmt: skip
+        CONVERT_WORD,
+        TO_FOUR,
+        [words],
+        dtype=(gl.int16, gl.int16, gl.int16, gl.int16),
+        is_pure=True,
+        pack=1,
+    )
     values = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [rows, words, byte // 2, byte % 2]
     return values.reshape([words.shape[0], words.shape[1] * 4]).to(gl.float16, bitcast=True)
 
@@ -191,12 +195,13 @@ def load_values(smem, num_valid, LAYOUT: gl.constexpr):
         )
     even, odd = gl.split(words.reshape([KEYS // 2, 2, 32]).permute(0, 2, 1))  # rows
     v00, v01, v10, v11, v20, v21, v30, v31 = gl.inline_asm_elementwise(
-        CONVERT_PAIR, TO_EIGHT, [even, odd],
-        dtype=(
-            gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16
-        ),
-        is_pure=True, pack=1,
-    )  # fmt: skip
+        CONVERT_PAIR,
+        TO_EIGHT,
+        [even, odd],
+        dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
+        is_pure=True,
+        pack=1,
+    )
     first = gl.join(gl.join(v00, v10), gl.join(v20, v30))  # even rows: [rows, 32, byte, byte // 2]
     second = gl.join(gl.join(v01, v11), gl.join(v21, v31))
     # rows are 16q + 8h + 2t + i, columns 32·warp + 4r + 2m + u, where m is a tile of 64 of them

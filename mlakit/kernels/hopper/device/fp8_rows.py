@@ -67,9 +67,13 @@ def _lane_group():
     """
     rows = gl.zeros([64], gl.int32, KEYS)
     return gl.inline_asm_elementwise(
-        "{ mov.u32 $0, %laneid; and.b32 $0, $0, 3; }", "=r,r", [rows], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        "{ mov.u32 $0, %laneid; and.b32 $0, $0, 3; }",
+        "=r,r",
+        [rows],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -95,9 +99,13 @@ def max_of_rows(numbers, AXIS: gl.constexpr = 0):
     between other lanes. So each warp takes the maximum of all its lanes first.
     """
     numbers = gl.inline_asm_elementwise(
-        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [numbers], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        "redux.sync.max.s32 $0, $1, 0xffffffff;",
+        "=r,r",
+        [numbers],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
     return gl.max(numbers, AXIS)
 
 
@@ -116,8 +124,12 @@ def _row_powers(scales):
         max.s32 x, x, y;
         shr.u32 $0, x, 23;
         }""",
-        "=r,r", [scales.to(gl.int32, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,r",
+        [scales.to(gl.int32, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
     exponent -= HEADROOM
     power, inverse = power_of_two(exponent)
     # [rows of a thread, warp, row]
@@ -137,21 +149,33 @@ def _two_parts(scales):
         cvt.rn.f16.f32 small, x;
         mov.b32 $0, {large, small};
         }""",
-        "=r,f", [scales], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "=r,f",
+        [scales],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
 def _of_group(parts, GROUP: gl.constexpr):
     """The large and the small part of a group's scale, each as words of it twice."""
     word = gl.inline_asm_elementwise(
-        f"shfl.sync.idx.b32 $0, $1, {GROUP}, 0x1c1f, 0xffffffff;", "=r,r", [parts], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        f"shfl.sync.idx.b32 $0, $1, {GROUP}, 0x1c1f, 0xffffffff;",
+        "=r,r",
+        [parts],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
     return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;", "=&r,=r,r", [word],
-        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+        "prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;",
+        "=&r,=r,r",
+        [word],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -204,8 +228,10 @@ def convert(words, factors):
             }""",
             "=&r,=r,r,r,r",
             [words, _spread(factors[0], words), _spread(factors[1], words)],
-            dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
+            dtype=(gl.int32, gl.int32),
+            is_pure=False,
+            pack=1,
+        )
     elif len(factors) == 1:
         low, high = gl.inline_asm_elementwise(
             """{
@@ -216,9 +242,12 @@ def convert(words, factors):
             mul.f16x2 $0, x, $3;
             mul.f16x2 $1, y, $3;
             }""",
-            "=&r,=r,r,r", [words, _spread(factors[0], words)],
-            dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=&r,=r,r,r",
+            [words, _spread(factors[0], words)],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
     else:
         low, high = gl.inline_asm_elementwise(
             """{
@@ -227,8 +256,12 @@ def convert(words, factors):
             cvt.rn.f16x2.e4m3x2 $0, a;
             cvt.rn.f16x2.e4m3x2 $1, b;
             }""",
-            "=&r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=&r,=r,r",
+            [words],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
     return gl.join(low, high).reshape([64, 2 * words.shape[1]])
 
 
@@ -257,6 +290,10 @@ def scale_rope(words, inverse):
     factor = inverse.to(gl.int32, bitcast=True)
     factor = gl.expand_dims(factor | (factor >> 16), 1).broadcast_to(words.shape)
     return gl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [words, factor], dtype=gl.int32, is_pure=False,
+        "mul.rn.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [words, factor],
+        dtype=gl.int32,
+        is_pure=False,
         pack=1,
-    )  # fmt: skip
+    )

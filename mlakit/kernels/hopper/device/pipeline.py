@@ -74,9 +74,13 @@ class Query:
 
 @gluon.jit
 def alloc_pipeline(
-    STAGES: gl.constexpr, WIDTH: gl.constexpr, descriptor, CONSUMERS: gl.constexpr,
-    TILES_PER_STAGE: gl.constexpr = 1, ARRIVALS: gl.constexpr = 1,
-):  # fmt: skip
+    STAGES: gl.constexpr,
+    WIDTH: gl.constexpr,
+    descriptor,
+    CONSUMERS: gl.constexpr,
+    TILES_PER_STAGE: gl.constexpr = 1,
+    ARRIVALS: gl.constexpr = 1,
+):
     tiles = gl.allocate_shared_memory(
         descriptor.dtype, [STAGES * TILES_PER_STAGE, 64, WIDTH], descriptor.layout
     )

@@ -66,9 +66,13 @@ def opaque_zero():
 def allow_dependents():
     """Let the next kernel start (PDL) once every CTA allows it; it waits for this one to end."""
     gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -97,9 +101,13 @@ def named_arrive(barrier_id, THREADS: gl.constexpr):
     role wait for each other, and after which it does so again. Here each warp arrives by itself.
     """
     gl.inline_asm_elementwise(
-        _named_asm("arrive", THREADS), "=r,r,r", [gl.to_tensor(barrier_id), gl.to_tensor(1)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        _named_asm("arrive", THREADS),
+        "=r,r,r",
+        [gl.to_tensor(barrier_id), gl.to_tensor(1)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -107,9 +115,13 @@ def named_wait(barrier_id, THREADS: gl.constexpr, is_asked=True):
     """Arrive at a named barrier and wait for the other threads, if `is_asked`."""
     asked = gl.to_tensor(is_asked).to(gl.int32)
     gl.inline_asm_elementwise(
-        _named_asm("sync", THREADS), "=r,r,r", [gl.to_tensor(barrier_id), asked], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        _named_asm("sync", THREADS),
+        "=r,r,r",
+        [gl.to_tensor(barrier_id), asked],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -233,7 +245,7 @@ def tma_load_block(descriptor, rows, column, barrier, smem):
 @gluon.jit
 def tma_load_page_slices(
     descriptor, rows, FIRST: gl.constexpr, column, barrier, smem, BYTES: gl.constexpr
-):  # fmt: skip
+):
     """Load pages like `_tma_load_pages`, with TMA tiles as wide as the smem tile: each of four
     warps then loads a swizzle atom.
 
@@ -279,9 +291,13 @@ def rescale_acc(acc, rescale):
     COUNT: gl.constexpr = min(acc.shape[1] // 2, 64)  # elements per inline assembly
     factors = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
     return gl.inline_asm_elementwise(
-        _rescale_asm(COUNT), _rescale_constraints(COUNT), [acc, factors.broadcast_to(acc.shape)],
-        dtype=gl.float32, is_pure=False, pack=COUNT,
-    )  # fmt: skip
+        _rescale_asm(COUNT),
+        _rescale_constraints(COUNT),
+        [acc, factors.broadcast_to(acc.shape)],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=COUNT,
+    )
 
 
 @gluon.jit

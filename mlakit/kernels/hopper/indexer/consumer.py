@@ -73,9 +73,13 @@ def _multiply(stages, stage, q, ROW: gl.constexpr):
 def _times_scale(logits, scale):
     """logits · max(scale, 0); a NaN stays one."""
     return gl.inline_asm_elementwise(
-        "{ .reg .f32 s; max.NaN.f32 s, $2, 0f00000000; mul.f32 $0, $1, s; }", "=f,f,f",
-        [logits, scale], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "{ .reg .f32 s; max.NaN.f32 s, $2, 0f00000000; mul.f32 $0, $1, s; }",
+        "=f,f,f",
+        [logits, scale],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit

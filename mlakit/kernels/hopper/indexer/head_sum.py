@@ -110,10 +110,13 @@ def sum_heads(acc, weights, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
     COUNT: gl.constexpr = COLUMNS // 2
     GROUPS: gl.constexpr = COLUMNS // 8
     x = gl.inline_asm_elementwise(
-        _sum_asm(TOKENS, COLUMNS // TOKENS, ADDS_ODD), _constraints(COUNT),
+        _sum_asm(TOKENS, COLUMNS // TOKENS, ADDS_ODD),
+        _constraints(COUNT),
         [acc, gl.expand_dims(weights, 0).broadcast_to(acc.shape)],
-        dtype=gl.float32, is_pure=True, pack=COUNT,
-    )  # fmt: skip
+        dtype=gl.float32,
+        is_pure=True,
+        pack=COUNT,
+    )
     # the elements that hold results: [warps, rows 0 and 8, 8 rows, 4 threads]
     x, _ = gl.split(gl.reshape(x, [4, 2, 8, GROUPS, 4, 2]))
     for i in gl.static_range(_log2(GROUPS)):

@@ -126,13 +126,17 @@ def _load_keys(sources, stages, stage, pages, first_lane, piece):
         page = gl.sum(gl.where(lane == first_lane + i, pages, 0), 0)
         in_page = (piece + i) % (sources.PAGE // PIECE) * PIECE
         tma_load(
-            sources.keys, [page * sources.PAGE_ROWS + in_page, 0], full,
+            sources.keys,
+            [page * sources.PAGE_ROWS + in_page, 0],
+            full,
             stages.keys.index(stage).slice(i * PIECE, PIECE, 0),
-        )  # fmt: skip
+        )
         tma_load(
-            sources.scales, [page * sources.PAGE_SCALES + in_page], full,
+            sources.scales,
+            [page * sources.PAGE_SCALES + in_page],
+            full,
             stages.scales.index(stage * PIECES + i),
-        )  # fmt: skip
+        )
 
 
 @gluon.jit

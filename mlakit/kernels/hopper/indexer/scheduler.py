@@ -83,9 +83,15 @@ def _ceil_div(count, BITS: gl.constexpr):
 
 @gluon.jit
 def tiles_before(
-    block, q_len, kv_len, columns, IS_CAUSAL: gl.constexpr, TOKENS: gl.constexpr,
-    KEYS: gl.constexpr, FILL_COLUMNS: gl.constexpr,
-):  # fmt: skip
+    block,
+    q_len,
+    kv_len,
+    columns,
+    IS_CAUSAL: gl.constexpr,
+    TOKENS: gl.constexpr,
+    KEYS: gl.constexpr,
+    FILL_COLUMNS: gl.constexpr,
+):
     """Work tiles of the first `block` token blocks of a request."""
     KEY_BITS: gl.constexpr = _bits(KEYS)
     FILL_BITS: gl.constexpr = _bits(FILL_COLUMNS)
@@ -110,9 +116,15 @@ def tiles_before(
 @gluon.jit
 def _request_tiles(requests, q_len, kv_len, block):
     return tiles_before(
-        block, q_len, kv_len, requests.columns, requests.IS_CAUSAL, requests.TOKENS, requests.KEYS,
+        block,
+        q_len,
+        kv_len,
+        requests.columns,
+        requests.IS_CAUSAL,
+        requests.TOKENS,
+        requests.KEYS,
         requests.FILL_COLUMNS,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

@@ -165,9 +165,12 @@ def prefetch_rows(work, blocks, block, ids, FORMAT: gl.constexpr):
         @is_read prefetch.global.L2 [at + 256];
         mov.u32 $0, 0;
         }""",
-        "=r,l,r", [start.to(gl.int64), gl.where(slot >= 0, ROW_BYTES, 0)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [start.to(gl.int64), gl.where(slot >= 0, ROW_BYTES, 0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -281,9 +284,13 @@ def _power(exponent, inverse):
     exponent = exponent & 0xFF
     bits = gl.where(exponent == 255, 0x7FC00000, exponent << 23)  # NaN
     return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [bits.to(gl.float32, bitcast=True) * inverse],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "cvt.rn.f16x2.f32 $0, $1, $1;",
+        "=r,f",
+        [bits.to(gl.float32, bitcast=True) * inverse],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -309,9 +316,13 @@ def store_right(stages, stage, right, factors, inverse, FORMAT: gl.constexpr):
         upper = (right[2] & -65536).to(gl.float32, bitcast=True) * inverse
         lower = (right[2] << 16).to(gl.float32, bitcast=True) * inverse
         pairs = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [upper, lower], dtype=gl.int32,
-            is_pure=True, pack=1,
-        )  # fmt: skip
+            "cvt.rn.f16x2.f32 $0, $1, $2;",
+            "=r,f,f",
+            [upper, lower],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
         half.slice(96, 32, dim=1).store(pairs)
 
 
