@@ -23,6 +23,7 @@ BACKENDS: tuple[Backend, ...] = tuple(name for name in names.BACKENDS if name !=
 SPECS: tuple[KernelSpec, ...] = tuple(
     spec for name in sorted(BACKENDS, key=lambda name: name != "cpu") for spec in _specs_of(name)
 )
+_CHOSEN: dict[str, dict[str, None]] = {}  # kernels of every op, in the order of their first calls
 OPS: tuple[str, ...] = tuple(dict.fromkeys(spec.op for spec in SPECS))
 
 
@@ -101,7 +102,14 @@ def _select(op: str, problem: Problem, backend: str) -> KernelSpec:
         raise UnsupportedError(f"{op}: no kernel for {problem}\n{_reasons(candidates, problem)}")
     # a kernel asked for by name runs even where another one is faster
     fast = [spec for spec in able if kernel or _why_slower(spec, problem) is None]
-    return (fast or able)[0]
+    chosen = (fast or able)[0]
+    _CHOSEN.setdefault(op, {})[chosen.name] = None
+    return chosen
+
+
+def chosen(op: str) -> tuple[str, ...]:
+    """Return the kernels of an op that this process has chosen so far."""
+    return tuple(_CHOSEN.get(op, ()))
 
 
 def _why_slower(spec: KernelSpec, problem: Problem) -> str | None:

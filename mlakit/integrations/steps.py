@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mlakit
 from mlakit import KVShard, PagedLatentCache, RowShape
+from mlakit.model.masks import Mask
 from mlakit.plan import DecodePlanTensors
 
 
@@ -49,12 +50,18 @@ def wrap(kv_cache: Tensor, row: RowShape, k_scale: Tensor | None) -> PagedLatent
 
 @dataclass
 class DecodeBatch:
-    """The decode requests of one step, for all layers; `plan` is made by the first that attends."""
+    """The decode requests of one step, for all layers; `plan` is made by the first that attends.
+
+    is_batch_invariant  a request's result has the same bits whatever other requests are there: its
+                        keys are cut by its own length, and there is no plan
+    """
 
     block_table: Tensor
     kv_lens: Tensor  # of this rank's shard, or the global ones where `shard` is given
     q_starts: Tensor | None = None  # None: one query per request
     shard: KVShard | None = None
+    mask: Mask = mlakit.CAUSAL
+    is_batch_invariant: bool = False
     plan: DecodePlanTensors | None = None
 
 
@@ -77,7 +84,7 @@ def decode(
     """
     q_latent, q_rope = q if isinstance(q, tuple) else (q, None)
     several = batch.q_starts is not None
-    if batch.plan is None:
+    if batch.plan is None and not batch.is_batch_invariant:
         batch.plan = mlakit.plan_mla_decode(
             pool,
             batch.block_table,
@@ -86,6 +93,7 @@ def decode(
             num_tokens=q_latent.shape[0] if several else None,
             q_starts=batch.q_starts,
             dtype=q_latent.dtype,
+            mask=batch.mask,
             kv_shard=batch.shard,
         )
     return mlakit.mla_decode(
@@ -100,6 +108,8 @@ def decode(
         sink=sink,
         kv_shard=batch.shard,
         plan=batch.plan,
+        mask=batch.mask,
+        deterministic=batch.is_batch_invariant,
     )
 
 

@@ -5,13 +5,18 @@ Nothing here imports vLLM.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mlakit import RowShape, UnsupportedError
+from mlakit import PagedLatentCache, RowShape, UnsupportedError
+from mlakit.dispatch import selection
 from mlakit.integrations.steps import Pools
 from mlakit.integrations.vllm import calls
+
+LOGGER = logging.getLogger("vllm.mlakit")  # vLLM gives its own loggers a handler
+_ANNOUNCED: set[str] = set()
 
 
 class CachedLayer:
@@ -53,6 +58,21 @@ class CachedLayer:
         for name, value in features.items():
             if value:
                 raise UnsupportedError(f"{self.backend}: {name} is not supported, got {value}")
+
+    def announce(self, op: str, pool: PagedLatentCache) -> None:
+        """Log once, after a call of an op, what serves the layers of this backend."""
+        if self.backend not in _ANNOUNCED:
+            _ANNOUNCED.add(self.backend)
+            codec = pool.codec
+            LOGGER.info(
+                "%s: %s by %s over rows of %s, %d bytes a token, %d tokens a page",
+                self.backend,
+                op,
+                ", ".join(selection.chosen(op)),
+                codec.name,
+                codec.bytes_per_token,
+                pool.page_size,
+            )
 
     def do_kv_cache_update(
         self,

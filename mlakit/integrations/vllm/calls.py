@@ -39,23 +39,30 @@ def decode_batch(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     max_query_len: int,
+    num_tokens: int,
     *,
     global_seq_lens: Tensor | None = None,
     shard: KVShard | None = None,
+    is_batch_invariant: bool = False,
 ) -> DecodeBatch:
     """Return the batch that all layers of a decode step share.
+
+    max_query_len  of a request; vLLM gives less for the block of a draft that is not causal
+    num_tokens     of all requests, the padding of a CUDA graph included
 
     With one query per request, all keys of a rank are visible, so that their number is enough. With
     drafts, a query sees the keys up to its own position: that needs the global lengths and the
     shard, where the cache is split over the ranks of a context-parallel group.
     """
-    if max_query_len <= 1:
-        return DecodeBatch(block_table, seq_lens)
-    if shard is None or shard.world == 1:
-        return DecodeBatch(block_table, seq_lens, query_start_loc)
-    if global_seq_lens is None:
-        raise ValueError("decode_batch: global_seq_lens must be given for a shard, got None")
-    return DecodeBatch(block_table, global_seq_lens, query_start_loc, shard)
+    made = DecodeBatch(block_table, seq_lens, is_batch_invariant=is_batch_invariant)
+    if max_query_len <= 1 and num_tokens == seq_lens.shape[0]:
+        return made
+    made.q_starts = query_start_loc
+    if shard is not None and shard.world > 1:
+        if global_seq_lens is None:
+            raise ValueError("decode_batch: global_seq_lens must be given for a shard, got None")
+        made.kv_lens, made.shard = global_seq_lens, shard
+    return made
 
 
 def sparse(
@@ -65,6 +72,7 @@ def sparse(
     block_table: Tensor,
     query_start_loc: Tensor,
     softmax_scale: float,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of tokens that each attend to their own selection, prefill and decode alike.
 
@@ -73,7 +81,7 @@ def sparse(
     q_latent, q_rope = q if isinstance(q, tuple) else (q, None)
     rows = mlakit.physical_rows(topk_tokens, block_table, pool.page_size, query_start_loc)
     out, lse, _ = mlakit.sparse_mla(
-        q_latent, pool, rows, q_rope=q_rope, softmax_scale=softmax_scale
+        q_latent, pool, rows, q_rope=q_rope, softmax_scale=softmax_scale, sink=sink
     )
     return out, lse
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mlakit import KVShard
+from mlakit import NULL, KVShard
 from mlakit.integrations import steps
 from mlakit.integrations.vllm import calls, plugin, seams
 from mlakit.integrations.vllm.cached_layer import CachedLayer
@@ -56,6 +56,14 @@ class DenseBackend(MLACommonBackend):
         return bool(capability.major >= 8)
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -83,6 +91,9 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
     # every request of a captured graph has the same number of queries, or none
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
+    # the block of a draft, each of whose tokens sees all of the others
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True
+    supports_non_causal_multi_token_dcp: ClassVar[bool] = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(
@@ -114,6 +125,8 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
             seq_lens_device,
             query_start_loc_device,
             max_query_len,
+            num_decode_tokens,
+            is_batch_invariant=bool(seams.batch_invariant),
             global_seq_lens=dcp_tot_seq_lens_device,
             shard=shard,
         )
@@ -145,4 +158,9 @@ class DenseImpl(CachedLayer, MLACommonImpl):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out [tokens, heads, D_C], lse) of the decode tokens."""
         pool = self.pools.of(kv_c_and_k_pe_cache, layer._k_scale)
-        return steps.decode(q, pool, attn_metadata.decode.batch, self.scale, layer._q_scale)
+        batch = attn_metadata.decode.batch
+        if not getattr(attn_metadata, "causal", True):  # vLLM before 0.32 has causal ones only
+            batch.mask = NULL
+        results = steps.decode(q, pool, batch, self.scale, layer._q_scale)
+        self.announce("mla_decode", pool)
+        return results

@@ -95,6 +95,7 @@ SEAMS = {
         },
         attributes=("metadata_cls",),
     ),
+    "batch_invariant": Seam("vllm.envs", names="VLLM_BATCH_INVARIANT"),
     "direct_register_custom_op": Seam(
         "vllm.utils.torch_utils", {"": ("op_name", "op_func", "mutates_args", "fake_impl")}
     ),

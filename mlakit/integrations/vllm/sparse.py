@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from mlakit.dispatch.checks import Dims
 from mlakit.integrations.vllm import calls, plugin, seams
 from mlakit.integrations.vllm.cached_layer import CachedLayer
 from mlakit.integrations.vllm.dense import DenseBackend
@@ -40,6 +42,18 @@ class SparseBackend(DenseBackend):
     def is_sparse(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # the lists of a large batch are cut less often than those of a small one
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False  # a selection says what a token sees
+
 
 class SparseMetadata:
     """The metadata of a step under releases of vLLM that have no class in common for it."""
@@ -72,6 +86,15 @@ class SparseImpl(CachedLayer, SparseMLACommonImpl):
     lse_base_on_e: bool = True
     supports_pcp: bool = False
 
+    def __init__(self, *arguments: Any, sinks: Tensor | None = None, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if sinks is not None:
+            dims = Dims(plugin.SPARSE, heads=self.num_heads)
+            dims.match("sinks", sinks, "heads", dtypes=[torch.float32])
+            # vLLM's dense attention of short prompts has no sinks
+            self.supports_dense_mha_prefill = False
+        self.sinks = sinks
+
     def forward_mqa(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -84,11 +107,15 @@ class SparseImpl(CachedLayer, SparseMLACommonImpl):
         requests = attn_metadata.num_reqs
         if attn_metadata.num_prefills and tokens == attn_metadata.num_decode_tokens:
             requests = attn_metadata.num_decodes  # prefill tokens go another way
-        return calls.sparse(
+        pool = self.pools.of(kv_c_and_k_pe_cache, layer._k_scale)
+        results = calls.sparse(
             q,
-            self.pools.of(kv_c_and_k_pe_cache, layer._k_scale),
+            pool,
             self.topk_indices_buffer[:tokens],
             attn_metadata.block_table[:requests],
             attn_metadata.query_start_loc[: requests + 1],
             self.scale,
+            self.sinks,
         )
+        self.announce("sparse_mla", pool)
+        return results

@@ -62,7 +62,9 @@ class Decode(decode.Decode):
         self, q: Tensor, cache: PagedLatentCache, page_table: Tensor, kv_lens: Tensor
     ) -> tuple[Pair, list[Baseline]]:
         starts, parts = gpu.int32(self.batch.starts), query_parts(q)
-        batch = calls.decode_batch(page_table, kv_lens, starts, max(self.batch.q_lens))
+        batch = calls.decode_batch(
+            page_table, kv_lens, starts, max(self.batch.q_lens), sum(self.batch.q_lens)
+        )
         pools, kv_cache = steps.Pools(ROW), cache.payload[0]
         return lambda: steps.decode(parts, pools.of(kv_cache, None), batch, SCALE), [
             gpu.read_baseline(self.bytes)

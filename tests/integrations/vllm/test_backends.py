@@ -60,8 +60,9 @@ def registered() -> None:
 
 
 def test_every_name_of_the_seams_is_there():
-    for name in seams.PATHS:
-        assert getattr(seams, name) is not None
+    for name in seams.SEAMS:
+        if seams.RELEASES.has(name):
+            assert getattr(seams, name) is not None
 
 
 def test_registering_again_changes_nothing():
@@ -120,6 +121,25 @@ def test_old_gpus_and_parallel_prefill_are_refused(cuda, monkeypatch):
             cuda, monkeypatch, "MLAKIT_SPARSE", 9, use_dcp=True,
             use_sparse=True, kv_cache_dtype="auto",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("feature", "dense", "sparse"),
+    [
+        ({"use_batch_invariant": True}, None, "batch invariance not supported"),
+        ({"use_non_causal": True}, None, "non-causal attention not supported"),
+        ({"has_sink": True}, "attention sinks not supported", None),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_features_are_those_that_tests_show(feature, dense, sparse, cuda, monkeypatch):
+    for name, refusal in (("MLAKIT", dense), ("MLAKIT_SPARSE", sparse)):
+        given = {"use_sparse": name == "MLAKIT_SPARSE", "kv_cache_dtype": "auto"} | feature
+        if refusal is None:
+            assert select(cuda, monkeypatch, name, 9, **given) == plugin.BACKENDS[name]
+        else:
+            with pytest.raises(ValueError, match=refusal):
+                select(cuda, monkeypatch, name, 9, **given)
 
 
 def test_the_configuration_takes_both_names_into_another_process():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
-from mlakit import RowShape, UnsupportedError
+from mlakit import PagedLatentCache, RowShape, UnsupportedError
+from mlakit.integrations.vllm import cached_layer
 from mlakit.integrations.vllm.cached_layer import CachedLayer
 
 
@@ -38,3 +40,17 @@ def test_a_layer_refuses_what_the_ops_do_not_compute(feature):
     features[feature] = 4
     with pytest.raises(UnsupportedError, match=f"^NAME: {feature} is not supported, got 4"):
         Layer(16, 576, 0.1, 1, kv_cache_dtype="auto", **features, **WIDTHS)
+
+
+def test_a_backend_says_once_what_serves_it(caplog, monkeypatch):
+    monkeypatch.setattr(cached_layer, "_ANNOUNCED", set())
+    monkeypatch.setattr(cached_layer.selection, "chosen", lambda op: (f"cpu of {op}",))
+    pool = PagedLatentCache.allocate(RowShape(512, 64), "fp8_block128", num_pages=1, page_size=64)
+    layer = Layer(16, 576, 0.1, 1, None, None, "fp8", None, **WIDTHS)
+    with caplog.at_level(logging.INFO, logger="vllm.mlakit"):
+        layer.announce("mla_decode", pool)
+        layer.announce("mla_decode", pool)
+    assert caplog.messages == [
+        "NAME: mla_decode by cpu of mla_decode over rows of fp8_block128, 656 bytes a token, "
+        "64 tokens a page"
+    ]

@@ -59,7 +59,7 @@ def test_one_query_per_request_over_strided_blocks(kind, device):
     cache = cache_of(kind, LENGTHS, device)
     q = queries(len(LENGTHS), device)
     batch = calls.decode_batch(
-        cache.table, lens(LENGTHS, device), starts([1] * len(LENGTHS), device), 1
+        cache.table, lens(LENGTHS, device), starts([1] * len(LENGTHS), device), 1, len(LENGTHS)
     )
     pool = steps.Pools(ROW).of(cache.kv_cache, cache.k_scale)
     results = steps.decode(parts(q), pool, batch, SCALE)
@@ -76,10 +76,87 @@ def test_drafts_with_padded_rows(kind, device):
     cache = cache_of(kind, LENGTHS, device)
     q = queries(sum(q_lens) + 5, device)
     poison(q[sum(q_lens) :])
-    batch = calls.decode_batch(cache.table, lens(LENGTHS, device), starts(q_lens, device), 4)
+    batch = calls.decode_batch(
+        cache.table, lens(LENGTHS, device), starts(q_lens, device), 4, len(q)
+    )
     out, lse = steps.decode(parts(q), cache.pool, batch, SCALE)
     real = sum(q_lens)
     check_decode((out[:real], lse[:real]), q[:real], cache.rows(LENGTHS), q_lens)
+
+
+@pytest.mark.parametrize("interleave", [None, 1, 16])
+def test_drafts_whose_tokens_see_each_other(interleave, device):
+    """vLLM says of such a step that a request has one query, and how many tokens there are."""
+    whole, q_lens = [70, 300, 3, 129, 0], [3, 3, 3, 3, 0]
+    torch.manual_seed(5)
+    rows = [torch.randn(length, ROW.width).bfloat16().double() for length in whole]
+    q = queries(sum(q_lens), device)
+    shards = [None] if interleave is None else [KVShard(rank, 2, interleave) for rank in range(2)]
+    results = []
+    for shard in shards:
+        seen = [row if shard is None else row[shard.owner(torch.arange(len(row))) == shard.rank]
+                for row in rows]  # fmt: skip
+        cache = cache_of("float", [len(row) for row in seen], device)
+        for request, row in enumerate(seen):
+            if len(row):
+                cache.pool.layer(0).write(cache.slots(request, len(row)), row.float().to(device))
+        batch = calls.decode_batch(
+            cache.table,
+            lens([len(row) for row in seen], device),
+            starts(q_lens, device),
+            1,
+            sum(q_lens),
+            global_seq_lens=lens(whole, device),
+            shard=shard,
+        )
+        batch.mask = mlakit.NULL
+        results.append(steps.decode(parts(q), cache.pool, batch, SCALE))
+    out, lse = (torch.stack(each) for each in zip(*results, strict=True))
+    merged = mlakit.merge_states(out, lse)
+    exact = reference.mla_decode(
+        q.cpu(), rows, q_lens, softmax_scale=SCALE, v_width=512, mask=mlakit.NULL
+    )
+    errors = (merged[0].cpu().double() - exact[0]).norm(dim=-1)
+    assert bool((errors <= 1e-2 * exact[0].norm(dim=-1)).all())
+    torch.testing.assert_close(merged[1].cpu().double(), exact[1], rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_request_alone_has_the_bits_that_it_has_in_a_batch(kind, heads, device):
+    lengths = [9000, 64, 4097, 1, 300]
+    cache = cache_of(kind, lengths, device)
+    q = queries(len(lengths), device, heads)
+    pool = steps.Pools(ROW).of(cache.kv_cache, cache.k_scale)
+
+    def decode(requests: slice) -> tuple[Tensor, Tensor]:
+        of = lengths[requests]
+        batch = calls.decode_batch(
+            cache.table[requests], lens(of, device), starts([1] * len(of), device), 1, len(of),
+            is_batch_invariant=True,
+        )  # fmt: skip
+        return steps.decode(parts(q[requests]), pool, batch, SCALE)
+
+    together = decode(slice(None))
+    for request in range(len(lengths)):
+        alone = decode(slice(request, request + 1))
+        for name, one, several in zip(("out", "lse"), alone, together, strict=True):
+            assert_same_bits(name, one[0], several[request])
+
+
+def test_queries_as_a_product_of_heads_leaves_them(device):
+    """vLLM multiplies by W_UK head by head: a head's tokens lie together."""
+    cache = cache_of("float", LENGTHS, device)
+    q = queries(len(LENGTHS), device)
+    by_heads = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+    results = []
+    for latent in (by_heads, q[..., :512].contiguous()):
+        batch = calls.decode_batch(
+            cache.table, lens(LENGTHS, device), starts([1] * len(LENGTHS), device), 1, len(LENGTHS)
+        )
+        results.append(steps.decode((latent, q[..., 512:]), cache.pool, batch, SCALE))
+    assert_same_bits("out", results[0][0], results[1][0])
+    check_decode(results[0], q, cache.rows(LENGTHS), [int(length > 0) for length in LENGTHS])
 
 
 @pytest.mark.parametrize("interleave", [1, 16])
@@ -105,6 +182,7 @@ def test_shards_of_a_context_parallel_group(drafts, interleave, device):
             lens(local, device),
             starts(q_lens, device),
             max(q_lens),
+            sum(q_lens),
             global_seq_lens=lens(whole, device),
             shard=shard,
         )
@@ -125,7 +203,7 @@ def test_shards_of_a_context_parallel_group(drafts, interleave, device):
 def test_a_shard_with_drafts_needs_global_lengths():
     table, length = torch.zeros(1, 1, dtype=torch.int32), lens([4], torch.device("cpu"))
     with pytest.raises(ValueError, match="global_seq_lens must be given"):
-        calls.decode_batch(table, length, length, 2, shard=KVShard(0, 2))
+        calls.decode_batch(table, length, length, 2, 2, shard=KVShard(0, 2))
 
 
 def test_e4m3_queries_over_e4m3_rows(device):
@@ -133,7 +211,7 @@ def test_e4m3_queries_over_e4m3_rows(device):
     q_scale = torch.tensor(0.25, device=device)
     q = (queries(len(LENGTHS), device).float() / 0.25).clamp(-448, 448).to(torch.float8_e4m3fn)
     batch = calls.decode_batch(
-        cache.table, lens(LENGTHS, device), starts([1] * len(LENGTHS), device), 1
+        cache.table, lens(LENGTHS, device), starts([1] * len(LENGTHS), device), 1, len(LENGTHS)
     )
     out, lse = steps.decode(q, cache.pool, batch, SCALE, q_scale)
     exact = reference.mla_decode(
@@ -214,23 +292,26 @@ def rows_of(cache: Cache, topk: Tensor, q_lens: list[int]) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("kind", CACHES)
-def test_tokens_attend_to_their_selection(kind, device):
+def test_tokens_attend_to_their_selection(kind, with_sink, device):
     q_lens = [3, 40, 1, 2, 0, 0]
     cache = cache_of(kind, LENGTHS, device)
     topk = sparse_step(cache, q_lens, device)
     tokens = sum(q_lens)
     q = queries(tokens + 3, device)  # padded by a CUDA graph
+    sink = torch.linspace(-2, 6, HEADS) if with_sink else None
     results = calls.sparse(
-        parts(q), cache.pool, topk[: tokens + 3], cache.table, starts(q_lens, device), SCALE
-    )
+        parts(q), cache.pool, topk[: tokens + 3], cache.table, starts(q_lens, device), SCALE,
+        None if sink is None else sink.to(device),
+    )  # fmt: skip
     everything = torch.zeros(cache.pool.num_pages * cache.pool.page_size, ROW.width).double()
     for request, rows in enumerate(cache.rows(LENGTHS)):
         everything[cache.slots(request, LENGTHS[request]).cpu()] = rows
     exact, naive = (
         reference.sparse_mla(
             q[:tokens].cpu(), everything, rows_of(cache, topk, q_lens),
-            softmax_scale=SCALE, v_width=512, dtype=dtype,
+            softmax_scale=SCALE, v_width=512, dtype=dtype, sink=sink,
         )
         for dtype in (torch.float64, torch.float32)
     )  # fmt: skip
@@ -359,7 +440,7 @@ def test_a_graph_decodes_with_other_lengths_than_it_was_captured_with(kind, draf
     k_pe = torch.randn(tokens, 1, 64, device=device).bfloat16()
 
     def step() -> list[tuple[Tensor, Tensor]]:
-        batch = calls.decode_batch(cache.table, static_lens, static_starts, drafts)
+        batch = calls.decode_batch(cache.table, static_lens, static_starts, drafts, tokens)
         calls.update_cache(kv_c, k_pe, cache.pool, slots)
         # two layers of one step
         return [steps.decode(parts(static_q), cache.pool, batch, SCALE) for _ in range(2)]

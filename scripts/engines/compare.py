@@ -1,0 +1,451 @@
+"""Serves the same requests with mlakit and with an engine's own attention backends, and compares.
+
+    python scripts/engines/compare.py run OUT                  every scenario, one after the other
+    python scripts/engines/compare.py run OUT --only tokens    scenarios with this in their name
+    python scripts/engines/compare.py report OUT               tables of what is there
+
+`run` needs vLLM and one GPU. It writes small checkpoints with random weights to OUT/models, starts
+a process for each scenario, model and backend, and leaves its result, or the end of its log, in
+OUT. What is there is not run again, so that a run which was cut off is continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CONSOLE = Console()
+DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA", "MLAKIT")
+SPEED_DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "MLAKIT")
+SPARSE = ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "MLAKIT_SPARSE")
+FP8_ROWS = ("FLASHMLA_SPARSE", "MLAKIT_SPARSE")
+RAGGED = [5, 17, 90, 300, 1500, 3000, 64, 65]
+TOKENS = {"kind": "tokens", "seed": 1, "lengths": RAGGED, "new": 48, "logprobs": 20}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+BATCHES, CONTEXTS = (1, 16, 64, 128), (1024, 8192, 32_768)
+MOST_TOKENS = 2**20
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "disable_log_stats": True,
+    "max_model_len": 4096,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 8192,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.2,
+    "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+}
+SPEED = {
+    "max_model_len": 33_280,
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 16_384,
+    "gpu_memory_utilization": 0.85,
+    "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": list(BATCHES)},
+}
+SOAK = {
+    **SPEED,
+    # chunks of a prompt would depend on the other requests
+    "enable_chunked_prefill": False,
+    "max_num_batched_tokens": 40_960,
+}
+FIRST_TOKENS = [{"kind": "first_token", "length": n, "repeats": 3} for n in CONTEXTS[1:]]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    models: tuple[str, ...]
+    backends: tuple[str, ...]
+    tasks: list[dict[str, Any]] = field(default_factory=lambda: [TOKENS])
+    engine: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_alone(self) -> bool:
+        """Does another process beside it change what it measures?"""
+        return any(task["kind"] != "tokens" for task in self.tasks)
+
+
+def _speed_tasks(steps: int = 24) -> list[dict[str, Any]]:
+    pairs = [(b, c) for c in CONTEXTS for b in BATCHES if b * c <= MOST_TOKENS]
+    return [
+        {"kind": "speed", "batch": batch, "context": context, "steps": steps}
+        for batch, context in pairs
+    ]
+
+
+CHUNKS = {
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": True,
+    "num_gpu_blocks_override": 96,
+}
+DRAFTS = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+    }
+}
+LATE = {**TOKENS, "every": 3}
+SCENARIOS = {
+    "tokens": Scenario(("v3-h16", "v3-h128"), DENSE),
+    "tokens-chunks-prefixes-preemption": Scenario(("v3-h16",), DENSE, [LATE, LATE], CHUNKS),
+    "tokens-drafts": Scenario(("v3-h16",), DENSE, [LATE], DRAFTS),
+    "tokens-fp8": Scenario(("v3-h16", "v3-h128"), DENSE, engine={"kv_cache_dtype": "fp8"}),
+    "tokens-experts": Scenario(("v3-h16-experts",), DENSE),
+    "tokens-fp8-weights": Scenario(("v3-h16-fp8-weights",), DENSE),
+    "tokens-compiled": Scenario(
+        ("v3-h16",), ("FLASHMLA", "MLAKIT"), [LATE], {"compilation_config": {}}
+    ),
+    "tokens-sparse": Scenario(("v3.2-h16", "v3.2-h128"), SPARSE),
+    "tokens-sparse-fp8": Scenario(
+        ("v3.2-h16", "v3.2-h128"), FP8_ROWS, engine={"kv_cache_dtype": "fp8_ds_mla"}
+    ),
+    "tokens-sparse-drafts": Scenario(("v3.2-h128",), SPARSE, [LATE], DRAFTS),
+    "speed": Scenario(("v3-h16", "v3-h128"), SPEED_DENSE, [*_speed_tasks(), *FIRST_TOKENS], SPEED),
+    "speed-fp8": Scenario(
+        ("v3-h16", "v3-h128"), SPEED_DENSE, _speed_tasks(), SPEED | {"kv_cache_dtype": "fp8"}
+    ),
+    "speed-sparse": Scenario(
+        ("v3.2-h16", "v3.2-h128"), SPARSE, [*_speed_tasks(), *FIRST_TOKENS], SPEED
+    ),
+    "speed-sparse-fp8": Scenario(
+        ("v3.2-h16", "v3.2-h128"),
+        FP8_ROWS,
+        _speed_tasks(),
+        SPEED | {"kv_cache_dtype": "fp8_ds_mla"},
+    ),
+    "soak": Scenario(
+        ("v3-h16",),
+        ("MLAKIT",),
+        [
+            {
+                "kind": "soak",
+                "seconds": 300,
+                "alone_seconds": 90,
+                "longest": 32_768,
+                "new": 64,
+                "cancelled": 0.1,
+                "per_second": 8,
+            }
+        ],
+        SOAK,
+        {"VLLM_BATCH_INVARIANT": "1"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    model: str
+    backend: str
+    scenario: Scenario
+
+    @property
+    def stem(self) -> str:
+        return f"{self.name}.{self.model}.{self.backend}"
+
+
+def jobs(only: str, backends: list[str] | None) -> Iterator[Job]:
+    for name, scenario in SCENARIOS.items():
+        for model in scenario.models:
+            for backend in scenario.backends:
+                if only in name and (not backends or backend in backends):
+                    yield Job(name, model, backend, scenario)
+
+
+def start(job: Job, out: Path, limit: int, extra: dict[str, Any]) -> str | None:
+    """Run a job in a process of its own; return the end of its log if it failed."""
+    attention = {"backend": job.backend}
+    if job.backend.startswith("MLAKIT"):
+        attention["mla_prefill_backend"] = "MLAKIT"
+    path = out / f"{job.stem}.job.json"
+    path.write_text(
+        json.dumps(
+            {
+                "name": job.stem,
+                "model": str(out / "models" / job.model),
+                "engine": COMMON | {"attention_config": attention} | job.scenario.engine | extra,
+                "tasks": job.scenario.tasks,
+                "result": str(out / f"{job.stem}.json"),
+            }
+        )
+    )
+    own = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_PLUGINS": "mlakit",
+        **job.scenario.environment,
+    }
+    log = out / f"{job.stem}.log"
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                [sys.executable, str(HERE / "vllm_job.py"), str(path)],
+                env=os.environ | own,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=limit,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    if code == 0:
+        return None
+    ended = f"no end within {limit} s" if code is None else f"exit status {code}"
+    return "\n".join([*log.read_text().splitlines()[-12:], ended])
+
+
+def run(out: Path, asked: argparse.Namespace) -> int:
+    """Run what is asked for and not there; return the number of failures."""
+    todo = [
+        job for job in jobs(asked.only, asked.backend) if not (out / f"{job.stem}.json").exists()
+    ]
+    make_models({job.model for job in todo}, out / "models")
+    extra = json.loads(asked.engine)
+    failed = 0
+    for alone in (False, True):
+        with ThreadPoolExecutor(1 if alone else asked.jobs) as pool:
+            chosen = [job for job in todo if job.scenario.is_alone == alone]
+            ended = pool.map(lambda job: start(job, out, asked.limit, extra), chosen)
+            what = "serving, one at a time" if alone else "serving"
+            for job, error in track(
+                zip(chosen, ended, strict=True), what, total=len(chosen), console=CONSOLE
+            ):
+                if error is not None:
+                    failed += 1
+                    CONSOLE.print(f"[red]{job.stem} failed[/]\n{error}", highlight=False)
+    return failed
+
+
+def make_models(names: set[str], folder: Path) -> None:
+    import torch
+    from models import MODELS, save
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in track(sorted(names), "checkpoints", console=CONSOLE):
+        if not (folder / name / "config.json").exists():
+            save(MODELS[name], folder / name, device)
+
+
+# --- what the results say --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two runs of the same requests.
+
+    equal     requests with the same tokens
+    logprob   the largest difference of a token's logarithm of probability, up to and with the first
+              position at which the tokens of a request differ: until then both saw the same tokens
+    """
+
+    requests: int
+    equal: int
+    logprob: float
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
+    equal, largest = 0, 0.0
+    for request, (mine, theirs) in enumerate(zip(one["tokens"], other["tokens"], strict=True)):
+        equal += mine == theirs
+        same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine) - 1)
+        for position in range(same + 1):
+            a, b = one["logprobs"][request][position], other["logprobs"][request][position]
+            largest = max([largest, *(abs(a[token] - b[token]) for token in a.keys() & b.keys())])
+    return Difference(len(one["tokens"]), equal, largest)
+
+
+def own_kernels() -> re.Pattern[str]:
+    """Match the names of mlakit's kernels."""
+    import mlakit
+
+    folder = Path(mlakit.__file__).parent / "kernels"
+    names = {
+        name
+        for path in folder.rglob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    return re.compile(rf"^({'|'.join(sorted(names))})$")
+
+
+# of the engine's own backends: attention, its metadata on the device, cache, indexer, selection
+ATTENTION = re.compile(
+    r"flash|mla|fmha|attn|_fwd_(grouped_)?kernel_stage|indexer|mqa_logits|top_?k_per_row|topk"
+    r"|global_index|cp_gather|concat_and_cache",
+    re.IGNORECASE,
+)
+
+
+def attention_us(kernels: dict[str, float], own: re.Pattern[str]) -> float:
+    return sum(us for name, us in kernels.items() if own.match(name) or ATTENTION.search(name))
+
+
+def results(out: Path) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """Results by scenario and model, then by backend."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for job in jobs("", None):
+        path = out / f"{job.stem}.json"
+        if path.exists():
+            of = found.setdefault((job.name, job.model), {})
+            of[job.backend] = json.loads(path.read_text())
+    return found
+
+
+def report(out: Path) -> int:
+    """Print tables; return the number of comparisons that do not hold."""
+    misses = 0
+    own = own_kernels()
+    for (name, model), by_backend in results(out).items():
+        ours = [backend for backend in by_backend if backend.startswith("MLAKIT")]
+        if not ours:
+            continue
+        for index, task in enumerate(by_backend[ours[0]]["tasks"]):
+            tasks = {
+                backend: each["tasks"][index]
+                for backend, each in by_backend.items()
+                if index < len(each["tasks"])
+            }
+            kind = task["task"]["kind"]
+            if kind == "tokens":
+                misses += report_tokens(f"{name} {model}", tasks, ours[0])
+            elif kind == "soak":
+                CONSOLE.print({key: value for key, value in task.items() if key != "task"})
+    misses += report_times(out, own)
+    return misses
+
+
+def report_tokens(title: str, tasks: dict[str, dict[str, Any]], ours: str) -> int:
+    """Ours may differ from another backend by as much as two of the others do."""
+    others = [backend for backend in tasks if backend != ours]
+    among = [
+        difference(tasks[a], tasks[b]).logprob
+        for i, a in enumerate(others)
+        for b in others[i + 1 :]
+    ]
+    table = Table("backend", "same tokens", "largest difference of a logprob", title=title)
+    misses = 0
+    for backend in others:
+        found = difference(tasks[ours], tasks[backend])
+        is_near = not among or found.logprob <= max(among)
+        misses += found.equal < found.requests and not is_near
+        table.add_row(backend, f"{found.equal} of {found.requests}", f"{found.logprob:.4f}")
+    if among:
+        table.add_row("the others among themselves", "", f"{max(among):.4f}")
+    CONSOLE.print(table)
+    return misses
+
+
+def report_times(out: Path, own: re.Pattern[str]) -> int:
+    misses = 0
+    for (name, model), by_backend in results(out).items():
+        rows = list(time_rows(by_backend, own))
+        if not rows:
+            continue
+        table = Table(
+            "what", "best other", "its step, ms", "ours", "ratio",
+            "its attention, us", "ours", "ratio", "share of our step",
+            title=f"{name} {model}",
+        )  # fmt: skip
+        for row in rows:
+            misses += row.step_ratio > 1.01 or row.attention_ratio > 1.0
+            table.add_row(*row.cells())
+        CONSOLE.print(table)
+    return misses
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    what: str
+    best: str
+    step: float
+    our_step: float
+    attention: float
+    our_attention: float
+
+    @property
+    def step_ratio(self) -> float:
+        return self.our_step / self.step
+
+    @property
+    def attention_ratio(self) -> float:
+        return self.our_attention / self.attention if self.attention else 0.0
+
+    def cells(self) -> list[str]:
+        made = [self.what, self.best, f"{self.step:.2f}", f"{self.our_step:.2f}"]
+        made.append(f"{self.step_ratio:.3f}")
+        if not self.attention:
+            return [*made, "", "", "", ""]
+        share = self.our_attention / 1e3 / self.our_step
+        return [
+            *made, f"{self.attention:.0f}", f"{self.our_attention:.0f}",
+            f"{self.attention_ratio:.3f}", f"{share:.0%}",
+        ]  # fmt: skip
+
+
+def time_rows(by_backend: dict[str, Any], own: re.Pattern[str]) -> Iterator[TimeRow]:
+    """Compare with the best other backend: of attention's time, and of the step's."""
+    timed: dict[str, dict[str, tuple[float, float]]] = {}
+    for backend, result in by_backend.items():
+        for each in result["tasks"]:
+            task = each["task"]
+            if task["kind"] == "speed":
+                what = f"b {task['batch']}, {task['context']} tokens"
+                us = attention_us(each["kernels_us"], own)
+                timed.setdefault(what, {})[backend] = each["step_ms"], us
+            elif task["kind"] == "first_token":
+                what = f"first token of {task['length']}"
+                timed.setdefault(what, {})[backend] = each["first_token_ms"], 0.0
+    for what, times in timed.items():
+        ours = [backend for backend in times if backend.startswith("MLAKIT")]
+        others = {backend: each for backend, each in times.items() if backend not in ours}
+        if ours and others:
+            best = min(others, key=lambda backend: others[backend][1] or others[backend][0])
+            yield TimeRow(
+                what,
+                best,
+                min(step for step, _ in others.values()),
+                times[ours[0]][0],
+                others[best][1],
+                times[ours[0]][1],
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    runner = commands.add_parser("run", help="serve with every backend")
+    runner.add_argument("out", type=Path)
+    runner.add_argument("--only", default="", help="scenarios with this in their name")
+    runner.add_argument("--backend", action="append", help="only this one; may be repeated")
+    runner.add_argument("--jobs", type=int, default=1, help="processes that compare tokens at once")
+    runner.add_argument("--limit", type=int, default=600, help="seconds for one process")
+    runner.add_argument("--engine", default="{}", help="more engine arguments, as JSON")
+    reporter = commands.add_parser("report", help="tables of the results that are there")
+    reporter.add_argument("out", type=Path)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    failures = run(asked.out, asked) if asked.command == "run" else report(asked.out)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""One vLLM engine in this process, the tasks of a job, and what they gave as JSON.
+
+    python scripts/engines/vllm_job.py JOB.json
+
+A job has the checkpoint's folder, the engine's arguments, the tasks and the path of the result.
+Prompts are tokens, so that no tokenizer is needed. Each kind of task is a function below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import torch
+
+FIRST_TOKEN = 2  # smaller ones begin and end a text
+WARM_STEPS = 4
+PROFILED_STEPS = 4
+
+
+def prompts(seed: int, lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(FIRST_TOKEN, vocabulary) for _ in range(length)] for length in lengths]
+
+
+class Engine:
+    """vLLM's engine, whose steps are driven from here."""
+
+    def __init__(self, model: str, arguments: dict[str, Any]) -> None:
+        from vllm import EngineArgs, LLMEngine
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        self.preemptions = 0
+        preempt = Scheduler._preempt_request
+
+        def counted(*given: Any, **named: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*given, **named)
+
+        Scheduler._preempt_request = counted
+        start = time.perf_counter()
+        self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **arguments))
+        self.start_seconds = time.perf_counter() - start
+        config = json.loads(Path(model, "config.json").read_text())
+        self.vocabulary: int = config["vocab_size"]
+        self.added = 0
+
+    def add(self, prompt: Sequence[int], new: int, logprobs: int | None = None) -> str:
+        """Add a request, and return its name."""
+        from vllm import SamplingParams
+
+        name = str(self.added)
+        self.added += 1
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        return name
+
+    def step(self) -> list[Any]:
+        outputs: list[Any] = self.engine.step()
+        return outputs
+
+    def finish(self) -> Iterator[Any]:
+        """Step until no request is left; yield the outputs that are finished."""
+        while self.engine.has_unfinished_requests():
+            yield from (output for output in self.step() if output.finished)
+
+    def abort(self, names: Sequence[str]) -> None:
+        self.engine.abort_request(list(names))
+        for _ in self.finish():
+            pass
+
+
+def tokens(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens of prompts, and the logarithms of the likeliest tokens' probabilities.
+
+    prompts   or: seed and lengths
+    every     steps between the arrivals of two requests; 0: all arrive at once
+    logprobs  number of likeliest tokens kept for each position
+    """
+    given = task.get("prompts") or prompts(task["seed"], task["lengths"], engine.vocabulary)
+    every, asked = task.get("every", 0), task.get("logprobs")
+    pending = list(enumerate(given))
+    index_of: dict[str, int] = {}
+    made: list[dict[str, Any]] = [{} for _ in given]
+    before, step = engine.preemptions, 0
+    while pending or engine.engine.has_unfinished_requests():
+        while pending and step >= pending[0][0] * every:
+            index, prompt = pending.pop(0)
+            index_of[engine.add(prompt, task["new"], asked)] = index
+        for output in engine.step():
+            if output.finished:
+                made[index_of[output.request_id]] = finished(output)
+        step += 1
+    return {
+        "tokens": [each["tokens"] for each in made],
+        "cached": [each["cached"] for each in made],
+        "logprobs": [each["logprobs"] for each in made] if asked else None,
+        "preemptions": engine.preemptions - before,
+        "steps": step,
+    }
+
+
+def finished(output: Any) -> dict[str, Any]:
+    first = output.outputs[0]
+    return {
+        "tokens": list(first.token_ids),
+        "cached": output.num_cached_tokens or 0,
+        "logprobs": [
+            {str(token): each.logprob for token, each in position.items()}
+            for position in first.logprobs or ()
+        ],
+    }
+
+
+def speed(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of a decode step, and microseconds of each kernel in it, for one batch.
+
+    batch, context  requests, each with a prompt of its own, and tokens of each
+    steps           how many are timed
+    """
+    batch, context = task["batch"], task["context"]
+    new = task["steps"] + WARM_STEPS + PROFILED_STEPS + 2 * batch + 8
+    names = [
+        engine.add(prompt, new)
+        for prompt in prompts(task.get("seed", 0), [context] * batch, engine.vocabulary)
+    ]
+    started: set[str] = set()
+    while len(started) < batch:
+        started |= {output.request_id for output in engine.step()}
+    for _ in range(WARM_STEPS):
+        engine.step()
+    synchronize()
+    times = []
+    for _ in range(task["steps"]):
+        start = time.perf_counter()
+        engine.step()
+        times.append(1e3 * (time.perf_counter() - start))
+    synchronize()
+    kernels = profiled(engine)
+    engine.abort(names)
+    return {
+        "step_ms": statistics.median(times),
+        "mean_step_ms": statistics.fmean(times),
+        "kernels_us": {name: us / PROFILED_STEPS for name, us in kernels.items()},
+    }
+
+
+def profiled(engine: Engine) -> Counter[str]:
+    """Return the microseconds of every kernel in PROFILED_STEPS steps."""
+    found: Counter[str] = Counter()
+    if not torch.cuda.is_available():
+        return found
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+        synchronize()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name] += event.device_time
+    return found
+
+
+def first_token(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds from the arrival of a prompt to its first token, alone in the engine.
+
+    length, repeats  of the prompt, and how many of that length are timed after one that is not
+    """
+    times = []
+    made = prompts(task.get("seed", 0), [task["length"]] * (task["repeats"] + 1), engine.vocabulary)
+    for prompt in made:
+        synchronize()
+        start = time.perf_counter()
+        engine.add(prompt, 1)
+        for _ in engine.finish():
+            pass
+        times.append(1e3 * (time.perf_counter() - start))
+    return {"first_token_ms": statistics.median(times[1:]), "all_ms": times}
+
+
+def soak(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
+    """Random requests for a while, some cancelled; then as many again, each alone.
+
+    seconds, alone_seconds  of the two parts
+    longest                 tokens of a prompt; lengths are log-uniform from 1
+    """
+    rng = random.Random(task.get("seed", 0))
+    asked: dict[str, tuple[list[int], int]] = {}
+    arrivals: dict[str, float] = {}
+    cancel_at: dict[str, float] = {}
+    first: dict[str, float] = {}
+    done: dict[str, float] = {}
+    made: dict[str, list[int]] = {}
+    cancelled = 0
+    memory = allocated()
+    start = time.perf_counter()
+    arrives = 0.0
+    while (now := time.perf_counter() - start) < task["seconds"] or (
+        engine.engine.has_unfinished_requests()
+    ):
+        while arrives <= now < task["seconds"]:
+            length = int(task["longest"] ** rng.random())
+            prompt = [rng.randrange(FIRST_TOKEN, engine.vocabulary) for _ in range(length)]
+            new = rng.randint(1, task["new"])
+            name = engine.add(prompt, new)
+            asked[name], arrivals[name] = (prompt, new), now
+            if rng.random() < task["cancelled"]:
+                cancel_at[name] = now + rng.random()
+            arrives = now + rng.expovariate(task["per_second"])
+        late = [name for name, at in cancel_at.items() if at <= now and name not in done]
+        if late:
+            engine.engine.abort_request(late)
+            cancelled += len(late)
+            for name in late:
+                del cancel_at[name]
+        for output in engine.step():
+            first.setdefault(output.request_id, time.perf_counter() - start)
+            if output.finished and output.outputs[0].finish_reason != "abort":
+                made[output.request_id] = list(output.outputs[0].token_ids)
+                done[output.request_id] = time.perf_counter() - start
+    after = allocated()
+    return {
+        "requests": len(asked),
+        "finished": len(done),
+        "cancelled": cancelled,
+        "preemptions": engine.preemptions,
+        "latency_s": percentiles([done[name] - arrivals[name] for name in done]),
+        "first_token_s": percentiles([first[name] - arrivals[name] for name in done]),
+        "memory_before": memory,
+        "memory_after": after,
+        **alone(engine, [(*asked[name], made[name]) for name in done], task["alone_seconds"], rng),
+    }
+
+
+def alone(
+    engine: Engine,
+    requests: list[tuple[list[int], int, list[int]]],
+    seconds: float,
+    rng: random.Random,
+) -> dict[str, Any]:
+    """Serve requests again one at a time, in any order; count those with other tokens."""
+    rng.shuffle(requests)
+    start, compared, different = time.perf_counter(), 0, []
+    for prompt, new, expected in requests:
+        if time.perf_counter() - start > seconds:
+            break
+        engine.add(prompt, new)
+        (output,) = engine.finish()
+        own = list(output.outputs[0].token_ids)
+        compared += 1
+        if own != expected:
+            position = next(i for i, each in enumerate(own) if each != expected[i])
+            different.append({"prompt": len(prompt), "new": new, "position": position})
+    return {"compared_alone": compared, "different_alone": different}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{at}": ordered[(len(ordered) - 1) * at // 100] for at in (50, 99)} if values else {}
+
+
+def allocated() -> int:
+    """Bytes of GPU memory in use by tensors."""
+    synchronize()
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+TASKS: dict[str, Callable[[Engine, dict[str, Any]], dict[str, Any]]] = {
+    "tokens": tokens,
+    "speed": speed,
+    "first_token": first_token,
+    "soak": soak,
+}
+
+
+def main(path: Path) -> None:
+    """Run the job in `path`; the result is written again after every task."""
+    job = json.loads(path.read_text())
+    result: dict[str, Any] = {"name": job.get("name"), "tasks": []}
+    engine = Engine(job["model"], job["engine"])
+    result["start_seconds"] = engine.start_seconds
+    for task in job["tasks"]:
+        start = time.perf_counter()
+        gave = TASKS[task["kind"]](engine, task)
+        seconds = time.perf_counter() - start
+        result["tasks"].append({"task": task, "seconds": seconds} | gave)
+        Path(job["result"]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
