@@ -265,7 +265,9 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
     equal, largest = 0, 0.0
     for request, (mine, theirs) in enumerate(zip(one["tokens"], other["tokens"], strict=True)):
         equal += mine == theirs
-        same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine) - 1)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine) - 1
+        )
         for position in range(same + 1):
             a, b = one["logprobs"][request][position], other["logprobs"][request][position]
             largest = max([largest, *(abs(a[token] - b[token]) for token in a.keys() & b.keys())])

@@ -36,6 +36,7 @@ COMMON = {
     "dtype": "float32",
     "max_model_len": 160,
     "max_num_seqs": 8,
+    "block_size": 16,  # what vLLM takes by default depends on the CPU
     "disable_custom_all_reduce": True,
     "attention_backend": "MLAKIT",
 }
