@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from mlakit.cache import KVShard, token_positions
+from mlakit.cache import KVShard, PagedLatentCache, PageTable, token_positions
 from mlakit.dispatch import selection
 from mlakit.dispatch.knobs import Backend
 from mlakit.model.masks import NULL
@@ -41,49 +42,88 @@ def select_over_ranks(
     """
     shard = ranks.shard
     _, positions = token_positions(batch.kv_lens, batch.q_starts, len(index.q))
-    visible = local_counts(positions + 1, shard).int()
-    lens = local_counts(batch.kv_lens, shard).int()
     tokens_per_block = max(max_score_bytes // (4 * max(columns, 1)), 1)
     scores = index.weights.new_empty(len(index.q), k)
     selected = torch.empty_like(scores, dtype=torch.int32)
     for first in range(0, len(index.q), tokens_per_block):
         block = slice(first, min(first + tokens_per_block, len(index.q)))
-        logits = indexer_logits(
+        scores[block], selected[block] = best_of_rank(
             index.q[block],
             index.weights[block],
             index.cache,
             batch.page_table,
-            lens,
-            q_starts=batch.q_starts.clamp(block.start, block.stop) - block.start,
+            local_counts(batch.kv_lens, shard).int(),
+            batch.q_starts.clamp(block.start, block.stop) - block.start,
+            local_counts(positions[block] + 1, shard).int(),
+            k,
+            columns=columns,
             layer=index.layer,
-            mask=NULL,  # a query's own position says nothing about local keys: row_ends below
-            max_kv_len=columns,
             backend=backend,
         )
-        best = indexer_topk(logits, k, row_ends=visible[block], backend=_topk_backend(backend))
-        selected[block] = best
-        scores[block] = _gathered(logits, best).masked_fill(best < 0, -torch.inf)
-    chosen = _best_of_ranks(scores, global_positions(selected, shard), ranks, backend)
-    is_mine = (chosen >= 0) & (shard.owner(chosen) == shard.rank)
-    local = shard.local_position(chosen).masked_fill(~is_mine, NO_TOKEN).sort(dim=1).values
+    chosen = best_of_ranks(scores, selected, shard, ranks.group, backend)
+    local = own_positions(chosen, shard)
+    local = local.masked_fill(local < 0, NO_TOKEN).sort(dim=1).values
     local = local.masked_fill(local == NO_TOKEN, -1)
     return physical_rows(
         local, batch.page_table, batch.cache.page_size, batch.q_starts, out=out, backend="auto"
     )
 
 
-def _best_of_ranks(
-    scores: Tensor, positions: Tensor, ranks: ContextGroup, backend: Backend
+def best_of_rank(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedLatentCache,
+    page_table: PageTable,
+    lens: Tensor,
+    q_starts: Tensor | None,
+    visible: Tensor,
+    k: int,
+    *,
+    columns: int,
+    layer: int = 0,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Return (scores, their numbers on this rank) [tokens, k] of the best keys of this rank.
+
+    lens      [requests] int32 keys on this rank
+    visible   [tokens] int32 keys on this rank that a query sees
+    columns   at least the keys of every request on this rank
+
+    Where a rank has fewer keys, scores are −inf and numbers −1.
+    """
+    logits = indexer_logits(
+        q,
+        weights,
+        cache,
+        page_table,
+        lens,
+        q_starts=q_starts,
+        layer=layer,
+        mask=NULL,  # a query's own position says nothing about local keys: row_ends below
+        max_kv_len=columns,
+        backend=backend,
+    )
+    best = indexer_topk(logits, k, row_ends=visible, backend=_topk_backend(backend))
+    return _gathered(logits, best).masked_fill(best < 0, -torch.inf), best
+
+
+def best_of_ranks(
+    scores: Tensor,
+    selected: Tensor,
+    shard: KVShard,
+    group: dist.ProcessGroup | None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Positions int32 [tokens, k] of the best scores of all ranks, in order, then −1.
 
-    scores, positions  [tokens, k] of this rank; −inf where it has fewer keys
+    scores, selected  what `best_of_rank` returns on this rank
     """
-    world, (tokens, k) = ranks.shard.world, scores.shape
+    positions = global_positions(selected, shard)
+    world, (tokens, k) = shard.world, scores.shape
     if world > 1 and scores.numel() > 0:
         mine = torch.stack([scores.view(torch.int32), positions])[None]
         received = mine.new_empty(world, *mine.shape[1:])
-        gather_over_ranks(received, mine, ranks.group)
+        gather_over_ranks(received, mine, group)
         by_rank = received.permute(1, 2, 0, 3).reshape(2, tokens, world * k)
         # `indexer_topk` prefers the lower columns, so columns are in the order of positions
         positions, order = by_rank[1].sort(dim=1)
@@ -97,6 +137,12 @@ def _gathered(values: Tensor, columns: Tensor) -> Tensor:
     if values.shape[1] == 0:
         return values.new_zeros(columns.shape)
     return values.gather(1, columns.clamp(min=0).long())
+
+
+def own_positions(chosen: Tensor, shard: KVShard) -> Tensor:
+    """The numbers on this rank of tokens at positions `chosen`; −1 for those of other ranks."""
+    is_own = (chosen >= 0) & (shard.owner(chosen) == shard.rank)
+    return shard.local_position(chosen).masked_fill(~is_own, -1)
 
 
 def global_positions(local: Tensor, shard: KVShard) -> Tensor:

@@ -10,6 +10,8 @@ query_start_loc  [requests + 1] int32; rows of queries after the last one are pa
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ import mlakit
 from mlakit import KVShard, PagedLatentCache
 from mlakit.integrations import steps
 from mlakit.integrations.steps import DecodeBatch
+from mlakit.parallel.select import best_of_rank, best_of_ranks, own_positions
 
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 PACKED_CACHE_DTYPE = "fp8_ds_mla"
@@ -73,12 +76,16 @@ def sparse(
     query_start_loc: Tensor,
     softmax_scale: float,
     sink: Tensor | None = None,
+    shard: KVShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of tokens that each attend to their own selection, prefill and decode alike.
 
     topk_tokens  [tokens, k] int32 positions in the token's request, −1 where there are fewer
+    shard        the tokens of each request that are in this rank's cache: others do not count
     """
     q_latent, q_rope = q if isinstance(q, tuple) else (q, None)
+    if shard is not None:
+        topk_tokens = own_positions(topk_tokens, shard)
     rows = mlakit.physical_rows(topk_tokens, block_table, pool.page_size, query_start_loc)
     out, lse, _ = mlakit.sparse_mla(
         q_latent, pool, rows, q_rope=q_rope, softmax_scale=softmax_scale, sink=sink
@@ -144,6 +151,39 @@ def select_tokens(
     mlakit.indexer_topk(logits, out.shape[1], out=out)
 
 
+def select_tokens_of_ranks(
+    q: Tensor,
+    weights: Tensor,
+    pool: PagedLatentCache,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    q_starts: Tensor | None,
+    visible: Tensor,
+    max_kv_len: int,
+    out: Tensor,
+    shard: KVShard,
+    group: Any,
+) -> None:
+    """`select_tokens` where every rank of a group caches some keys of each request.
+
+    kv_lens, max_kv_len  [requests] int32 keys on this rank, and a bound of them
+    visible              [tokens] int32 keys on this rank that a query sees
+    out                  [tokens, k] int32 positions in the request, the same on all ranks
+    """
+    scores, selected = best_of_rank(
+        q,
+        weights,
+        pool,
+        block_table,
+        kv_lens,
+        q_starts,
+        visible,
+        out.shape[1],
+        columns=min(max_kv_len, block_table.shape[1] * pool.page_size),
+    )
+    out.copy_(best_of_ranks(scores, selected, shard, group))
+
+
 def chunk_requests(
     row_starts: Tensor, row_ends: Tensor, kv_starts: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -155,6 +195,8 @@ def chunk_requests(
     for requests without a query in it.
     """
     q_starts = torch.searchsorted(row_starts, kv_starts.to(row_starts.dtype), out_int32=True)
+    # a rank may have no key of the last request: its queries begin where the keys end
+    q_starts[-1:] = row_starts.shape[0]
     lengths = row_ends - row_starts
     last = (q_starts[1:] - 1).clamp(min=0).long()
     kv_lens = torch.where(q_starts.diff() > 0, lengths[last], 0)

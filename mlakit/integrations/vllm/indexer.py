@@ -2,7 +2,7 @@
 
 It reads and writes vLLM's cache of index keys and its buffer of selected tokens, with mlakit's
 kernels; DeepGEMM is not needed. vLLM makes it for every model with such an indexer; where
-MLAKIT_SPARSE is not selected, or the keys are split over ranks, it is vLLM's own.
+MLAKIT_SPARSE is not selected, or ranks split a prompt, it is vLLM's own.
 """
 
 # no `from __future__ import annotations`: torch reads the types of the op's function
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mlakit import PagedLatentCache
+from mlakit import KVShard, PagedLatentCache
 from mlakit.integrations.vllm import plugin, seams, selection
 from mlakit.integrations.vllm.seams import SparseAttnIndexer
 
@@ -33,6 +33,7 @@ class Indexer(SparseAttnIndexer):
         else:
             super().__init__(*arguments, **named)
         self.runs_here = is_selected and why_not(self) is None
+        self.config = config
         if self.runs_here:
             INDEXERS[self.k_cache.prefix] = self
             seams.replace_fused_call(selecting_or)
@@ -57,8 +58,8 @@ class Indexer(SparseAttnIndexer):
 
 def why_not(indexer: Any) -> str | None:
     """Return why vLLM's own indexer has to run."""
-    if indexer.dcp_world_size > 1 or indexer.use_pcp:
-        return "the index keys are split over ranks"
+    if indexer.use_pcp:
+        return "the index keys are split over ranks of prefill"
     if indexer.use_fp4_cache:
         return "the index keys are FP4"
     may_compress = seams.RELEASES.has("indexer_of_blocks")
@@ -101,7 +102,18 @@ def select_tokens(
         max_model_len=indexer.max_model_len,
         power_of_two_scales=indexer.scale_fmt == "ue8m0",
         is_unused=is_unused,
+        ranks=ranks_of(indexer),
     )
+
+
+def ranks_of(indexer: Any) -> selection.Ranks | None:
+    """Return the ranks that share the keys; None where this one has all of them."""
+    world = indexer.dcp_world_size
+    if world == 1:
+        return None
+    group = seams.get_dcp_group()
+    shard = KVShard(group.rank_in_group, world, seams.interleave(indexer.config))
+    return selection.Ranks(shard, group.device_group)
 
 
 def _nothing(

@@ -91,7 +91,11 @@ SEAMS = {
         _SPARSE_MLA,
         {
             "__init__": _BUILDER,
-            "_init_reorder_batch_threshold": ("reorder_batch_threshold", "supports_spec_as_decode"),
+            "_init_reorder_batch_threshold": (
+                "reorder_batch_threshold",
+                "supports_spec_as_decode",
+                "supports_dcp_with_varlen",
+            ),
         },
         attributes=("metadata_cls",),
     ),
@@ -106,6 +110,7 @@ SEAMS = {
         earlier=((0, 27), "vllm.models.deepseek_v32.nvidia.attention"),
     ),
     "get_current_vllm_config": Seam("vllm.config"),
+    "get_dcp_group": Seam("vllm.distributed.parallel_state"),
     "get_forward_context": Seam("vllm.forward_context"),
     "has_deep_gemm": Seam(_INDEXER),
     "indexer_of_blocks": Seam(

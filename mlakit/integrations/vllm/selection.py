@@ -5,13 +5,22 @@ Nothing here imports vLLM.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from mlakit import PagedLatentCache
+from mlakit import KVShard, PagedLatentCache
+from mlakit.cache import token_positions
 from mlakit.integrations.steps import starts_of
 from mlakit.integrations.vllm import calls
+from mlakit.parallel.select import local_counts
+
+
+class Ranks(NamedTuple):
+    """The ranks that share the keys of each request: this one's tokens, and the process group."""
+
+    shard: KVShard
+    group: Any
 
 
 def select_step(
@@ -25,11 +34,13 @@ def select_step(
     max_model_len: int,
     power_of_two_scales: bool,
     is_unused: bool = False,
+    ranks: Ranks | None = None,
 ) -> None:
     """Append keys, and write the selection of every token of a step to `topk_tokens`.
 
     metadata  vLLM's DeepseekV32IndexerMetadata: decode requests first, then chunks of prefill
     is_unused no layer reads the selection
+    ranks     that share the keys; the selection is the same on all of them
     """
     if keys is not None:
         calls.append_index_keys(
@@ -38,10 +49,10 @@ def select_step(
     if is_unused and not _is_capturing(q):
         return
     if metadata.num_decodes:
-        _select_decode(q, weights, topk_tokens, pool, metadata, max_model_len)
+        _select_decode(q, weights, topk_tokens, pool, metadata, max_model_len, ranks)
     if metadata.num_prefills:
         for chunk in metadata.prefill.chunks:
-            _select_chunk(q, weights, topk_tokens, pool, chunk)
+            _select_chunk(q, weights, topk_tokens, pool, chunk, ranks)
 
 
 def _select_decode(
@@ -51,6 +62,7 @@ def _select_decode(
     pool: PagedLatentCache,
     metadata: Any,
     max_model_len: int,
+    ranks: Ranks | None,
 ) -> None:
     requests, tokens = metadata.num_decodes, metadata.num_decode_tokens
     q_starts = None
@@ -61,6 +73,25 @@ def _select_decode(
             metadata.mlakit_q_starts = q_starts
     # a graph is replayed with longer requests than those it was captured with
     longest = max_model_len if _is_capturing(q) else metadata.max_seq_len
+    if ranks is not None:
+        found = getattr(metadata, "mlakit_local", None)
+        if found is None:  # for all layers
+            found = _local(metadata.seq_lens[:requests], q_starts, tokens, ranks.shard)
+            metadata.mlakit_local = found
+        lens, visible = found
+        calls.select_tokens_of_ranks(
+            q[:tokens],
+            weights[:tokens],
+            pool,
+            metadata.block_table[:requests],
+            lens,
+            q_starts,
+            visible,
+            ranks.shard.local_count(longest),
+            topk_tokens[:tokens],
+            *ranks,
+        )
+        return
     calls.select_tokens(
         q[:tokens],
         weights[:tokens],
@@ -73,19 +104,47 @@ def _select_decode(
     )
 
 
+def _local(
+    seq_lens: torch.Tensor, q_starts: torch.Tensor | None, tokens: int, shard: KVShard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys on this rank [requests], and those that a query sees [tokens], int32."""
+    lens = local_counts(seq_lens, shard).int()
+    if q_starts is None:
+        return lens, lens
+    _, positions = token_positions(seq_lens, q_starts, tokens)
+    return lens, local_counts(positions + 1, shard).int()
+
+
 def _select_chunk(
     q: torch.Tensor,
     weights: torch.Tensor,
     topk_tokens: torch.Tensor,
     pool: PagedLatentCache,
     chunk: Any,
+    ranks: Ranks | None,
 ) -> None:
     tokens = slice(chunk.token_start, chunk.token_end)
     requests = getattr(chunk, "mlakit_requests", None)
     if requests is None:  # for all layers
-        requests = calls.chunk_requests(chunk.cu_seqlen_ks, chunk.cu_seqlen_ke, chunk.cu_seq_lens)
+        # columns are those of this rank's keys where ranks share them
+        kv_starts = chunk.cu_seq_lens if ranks is None else chunk.local_cu_seq_lens
+        requests = calls.chunk_requests(chunk.cu_seqlen_ks, chunk.cu_seqlen_ke, kv_starts)
         chunk.mlakit_requests = requests
     q_starts, kv_lens = requests
+    if ranks is not None:
+        calls.select_tokens_of_ranks(
+            q[tokens],
+            weights[tokens],
+            pool,
+            chunk.block_table,
+            kv_lens,
+            q_starts,
+            chunk.cu_seqlen_ke - chunk.cu_seqlen_ks,
+            ranks.shard.local_count(chunk.total_seq_lens),
+            topk_tokens[tokens],
+            *ranks,
+        )
+        return
     calls.select_tokens(
         q[tokens],
         weights[tokens],

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mlakit import KVShard
 from mlakit.dispatch.checks import Dims
 from mlakit.integrations.vllm import calls, plugin, seams
 from mlakit.integrations.vllm.cached_layer import CachedLayer
@@ -75,7 +76,9 @@ class SparseMetadataBuilder(SparseMLACommonMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(
+            1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
+        )
 
 
 class SparseImpl(CachedLayer, SparseMLACommonImpl):
@@ -84,6 +87,7 @@ class SparseImpl(CachedLayer, SparseMLACommonImpl):
     backend: ClassVar[str] = plugin.SPARSE
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
+    supports_dcp: bool = True
     supports_pcp: bool = False
 
     def __init__(self, *arguments: Any, sinks: Tensor | None = None, **named: Any) -> None:
@@ -94,6 +98,14 @@ class SparseImpl(CachedLayer, SparseMLACommonImpl):
             # vLLM's dense attention of short prompts has no sinks
             self.supports_dense_mha_prefill = False
         self.sinks = sinks
+        self.config = seams.get_current_vllm_config()
+
+    @property
+    def shard(self) -> KVShard | None:
+        """This rank's tokens of each request, where ranks share them."""
+        if self.dcp_world_size <= 1:
+            return None
+        return KVShard(self.dcp_rank, self.dcp_world_size, seams.interleave(self.config))
 
     def forward_mqa(
         self,
@@ -116,6 +128,7 @@ class SparseImpl(CachedLayer, SparseMLACommonImpl):
             attn_metadata.query_start_loc[: requests + 1],
             self.scale,
             self.sinks,
+            self.shard,
         )
         self.announce("sparse_mla", pool)
         return results
