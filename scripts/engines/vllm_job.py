@@ -38,6 +38,7 @@ class Engine:
 
     def __init__(self, model: str, arguments: dict[str, Any]) -> None:
         from vllm import EngineArgs, LLMEngine
+        from vllm.plugins import load_general_plugins
         from vllm.v1.core.sched.scheduler import Scheduler
 
         self.preemptions = 0
@@ -48,6 +49,7 @@ class Engine:
             return preempt(*given, **named)
 
         Scheduler._preempt_request = counted
+        load_general_plugins()  # before an attention_config names a plugin's backend
         start = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **arguments))
         self.start_seconds = time.perf_counter() - start

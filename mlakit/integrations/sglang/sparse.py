@@ -28,10 +28,9 @@ class SparseBackend(DenseBackend):
     def _require_support(self, runner: Any) -> None:
         super()._require_support(runner)
         config, page_size = runner.model_config.hf_config, runner.page_size
-        drafts, pooled = seams.num_draft_tokens(), seams.keys_per_index_key(config)
+        pooled = seams.keys_per_index_key(config)
         require(page_size == INDEX_PAGE, "page_size", f"be {INDEX_PAGE} with an indexer", page_size)
         require(pooled == 1, "index_kpool", "be 1: a key for every token", pooled)
-        require(not drafts, "speculative decoding", "be off with an indexer", f"{drafts} drafts")
         for name in ("index_init_tokens", "index_local_tokens"):
             tokens = getattr(config, name, 0)
             require(not tokens, name, "be 0", tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,7 @@ def select(engine: Engine, batch: SimpleNamespace, q: Tensor, weights: Tensor) -
     """As the indexer calls it: paged for decode, ragged for prefill."""
     indexer = engine.names["Indexer"](TOPK)
     metadata = engine.backend.get_indexer_metadata(1, batch)
-    if batch.forward_mode.is_decode():
+    if batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify():
         return indexer._get_topk_paged(batch, 1, q, weights, metadata)
     return indexer._get_topk_ragged(False, batch, 1, q, weights, metadata)
 
@@ -99,6 +100,27 @@ def test_tokens_attend_to_the_rows_that_the_indexer_selects(cache, q_lens, devic
         attn_sink=sink, **parts(q),
     )  # fmt: skip
     check_attention(engine, out, q, rows[:tokens], sink=sink.cpu())
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3 of DSA"])
+def test_a_verification_step_selects_for_every_draft(cache, device, monkeypatch):
+    drafts = 3
+    settings = Settings(speculative_num_draft_tokens=drafts, speculative_eagle_topk=1)
+    lengths, q_lens = [70, 300, 3, 129], [drafts] * 4
+    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", lengths)
+    engine = Engine(monkeypatch, lengths, device, settings=settings, **SPARSE | {"cache": cache})
+    batch, keys, tokens = engine.batch(ForwardMode.TARGET_VERIFY, q_lens), engine.index_keys(), 12
+    batch.seq_lens = batch.seq_lens - drafts  # they do not count the drafts
+    batch.seq_lens_cpu = batch.seq_lens_cpu - drafts
+    engine.backend.init_forward_metadata(batch)
+    q_index, weights = index_queries(tokens, device)
+    rows = select(engine, batch, q_index, weights)
+    check_selection(engine, rows, q_index, weights, keys, q_lens)
+    q = queries(tokens, device)
+    out = engine.backend.forward(
+        k=None, v=None, layer=engine.layer, forward_batch=batch, topk_indices=rows, **parts(q)
+    )
+    check_attention(engine, out, q, rows)
 
 
 def test_the_result_may_have_a_buffer_of_its_own(device, monkeypatch):
@@ -179,10 +201,6 @@ def test_a_layer_without_a_selection_is_an_error(monkeypatch):
         ({"page": 1}, "page_size must be 64 with an indexer, got 1"),
         ({"index_kpool": 4}, "index_kpool must be 1"),
         ({"index_local_tokens": 16}, "index_local_tokens must be 0, got 16"),
-        (
-            {"settings": Settings(speculative_num_draft_tokens=3)},
-            "speculative decoding must be off",
-        ),
         ({"settings": Settings(prefill_cp=True)}, "enable_prefill_cp must be off"),
     ],
 )
