@@ -24,9 +24,12 @@ class Seam:
     """A name of an engine, and what mlakit relies on about it."""
 
     module: str
-    # by method, "" for the function itself: parameters that mlakit passes, or takes where it
+    # by method, "" for the function itself: parameters that mlakit passes, or reads where it
     # overrides the method
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # by method that mlakit overrides: all parameters that its own takes, since the engine may pass
+    # any that the engine's has
+    overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attributes: tuple[str, ...] = ()  # of an instance, which its methods set
     since: Version = ()  # the first release that has the name; mlakit does without it in others
     before: Version = ()  # the first release that has it no more
@@ -116,6 +119,14 @@ class Source:
                 continue
             given = _parameters(function)
             lacks += [f"{label}({each}=)" for each in wanted if given and each not in given]
+        for method, taken in seam.overrides.items():
+            function = self._method(*found, method)
+            label = f"{module}.{name}.{method}"
+            if function is None:
+                lacks.append(label)
+                continue
+            others = [each for each in _parameters(function)[1:] if each not in taken]
+            lacks += [f"{label} without {each}=" for each in others]
         for attribute in seam.attributes:
             if not self._sets(*found, attribute):
                 lacks.append(f"{module}.{name}.{attribute}")

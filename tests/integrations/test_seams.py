@@ -42,6 +42,7 @@ WHOLE = {
     "Layer": Seam(
         "engine.layers",
         {"__init__": ("q", "scale"), "run": ("q", "anything"), "stop": ("now",)},
+        overrides={"stop": ("now", "later")},
         attributes=("scale", "is_sparse"),
     ),
     "limit": Seam("engine.layers", names="LIMIT"),
@@ -65,6 +66,8 @@ def test_what_is_there_is_found():
         (Seam("engine.layers", {"walk": ()}), "engine.layers.Layer.walk"),
         (Seam("engine.layers", {"stop": ("later",)}), "engine.layers.Layer.stop(later=)"),
         (Seam("engine.layers", {"__init__": ("k",)}), "engine.layers.Layer.__init__(k=)"),
+        (Seam("engine.layers", overrides={"stop": ()}), "engine.layers.Layer.stop without now="),
+        (Seam("engine.layers", overrides={"walk": ()}), "engine.layers.Layer.walk"),
         (Seam("engine.layers", attributes=("size",)), "engine.layers.Layer.size"),
         (Seam("engine.layers", names="register", parameters={"": ("k",)}), "layers.register(k=)"),
         (Seam("engine.base", earlier=((2,), "engine.nowhere")), "engine.nowhere.Layer"),

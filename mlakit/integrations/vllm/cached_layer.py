@@ -82,8 +82,12 @@ class CachedLayer:
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        """Store this step's tokens; vLLM's own op writes the same bytes."""
+        """Store this step's tokens; vLLM's own op writes the same bytes.
+
+        skip_scale  k_scale is 1, from vLLM 0.33 on; it is read all the same
+        """
         if kv_cache.numel():
             pool = self.pools.of(kv_cache, k_scale)
             calls.update_cache(kv_c_normed, k_pe, pool, slot_mapping)

@@ -31,6 +31,16 @@ _LAYER = (
     "kv_cache_dtype",
     "logits_soft_cap",
 )
+_FORWARD = ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
+_UPDATE = (
+    "kv_c_normed",
+    "k_pe",
+    "kv_cache",
+    "slot_mapping",
+    "kv_cache_dtype",
+    "k_scale",
+    "skip_scale",
+)
 _BUILDER = ("kv_cache_spec", "layer_names", "vllm_config", "device")
 _DECODE = (
     "block_table_tensor",
@@ -54,17 +64,23 @@ SEAMS = {
     ),
     "MLACommonImpl": Seam(
         _MLA,
-        {"__init__": _LAYER, "forward_mqa": ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")},
+        {"__init__": _LAYER},
+        overrides={"forward_mqa": _FORWARD, "do_kv_cache_update": _UPDATE},
     ),
     "MLACommonMetadataBuilder": Seam(
-        _MLA, {"__init__": (*_BUILDER, "supports_dcp_with_varlen"), "_build_decode": _DECODE}
+        _MLA,
+        {"__init__": (*_BUILDER, "supports_dcp_with_varlen"), "_build_decode": _DECODE},
+        overrides={"_build_decode": (*_DECODE, "max_query_len")},
     ),
     "MLAPrefillBackend": Seam(
         f"{_BACKENDS}.mla.prefill.base",
         {
-            "run_prefill_new_tokens": ("q", "k", "v", "return_softmax_lse", "out", "output_scale"),
             "run_prefill_context_chunk": ("q", "k", "v"),
             "prepare_metadata": ("prefill_metadata",),
+        },
+        overrides={
+            "run_prefill_new_tokens": ("q", "k", "v", "return_softmax_lse", "out", "output_scale"),
+            "run_prefill_context_chunk": ("chunk", "chunk_idx", "q", "k", "v", "out"),
         },
         attributes=("scale", "qk_nope_head_dim", "_prefill_metadata"),
     ),
@@ -85,7 +101,11 @@ SEAMS = {
             "use_pcp",
         ),
     ),
-    "SparseMLACommonImpl": Seam(_SPARSE_MLA, {"__init__": (*_LAYER, "topk_indices_buffer")}),
+    "SparseMLACommonImpl": Seam(
+        _SPARSE_MLA,
+        {"__init__": (*_LAYER, "topk_indices_buffer")},
+        overrides={"forward_mqa": _FORWARD, "do_kv_cache_update": _UPDATE},
+    ),
     "SparseMLACommonMetadata": Seam(_SPARSE_MLA, since=(0, 30)),
     "SparseMLACommonMetadataBuilder": Seam(
         _SPARSE_MLA,
