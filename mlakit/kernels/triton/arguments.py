@@ -63,8 +63,8 @@ class OutputArguments(NamedTuple):
 class LengthArguments(NamedTuple):
     """The queries and the keys of each request."""
 
-    q_starts: Tensor  # [batch + 1]
-    kv_lens: Tensor  # [batch]
+    q_starts: Tensor | None  # [batch + 1]
+    kv_lens: Tensor | None  # [batch]
     stride_q_starts: int
     stride_kv_lens: int
 
@@ -72,7 +72,7 @@ class LengthArguments(NamedTuple):
 class PageTableArguments(NamedTuple):
     """The cache rows of each request."""
 
-    entries: Tensor  # [batch, max_pages] pages, or [n] slots
+    entries: Tensor | None  # [batch, max_pages] pages, or [n] slots
     starts: Tensor | None  # [batch + 1], where the slots of a request start; None: pages
     stride_entry: int
     stride_starts: int
@@ -99,14 +99,14 @@ def cache_arguments(layer: CacheLayer) -> CacheArguments:
     )
 
 
-def length_arguments(q_starts: Tensor, kv_lens: Tensor) -> LengthArguments:
-    return LengthArguments(q_starts, kv_lens, *q_starts.stride(), *kv_lens.stride())
+def length_arguments(q_starts: Tensor | None, kv_lens: Tensor | None) -> LengthArguments:
+    return LengthArguments(q_starts, kv_lens, stride_of(q_starts, 0), stride_of(kv_lens, 0))
 
 
-def page_table_arguments(page_table: PageTable) -> tuple[PageTableArguments, int]:
+def page_table_arguments(page_table: PageTable | None) -> tuple[PageTableArguments, int]:
     """Return the arguments, and the stride from a request to the next: 0 for slots."""
     starts, entries = page_table if isinstance(page_table, tuple) else (None, page_table)
-    strides = entries.stride()
+    strides = (0,) if entries is None else entries.stride()
     arguments = PageTableArguments(entries, starts, strides[-1], stride_of(starts, 0))
     return arguments, strides[0] if starts is None else 0
 

@@ -9,10 +9,23 @@ from torch import Tensor
 
 from mlakit.kernels.arguments import AppendArguments
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import as_bytes, stride_of
+from mlakit.kernels.triton.arguments import (
+    as_bytes,
+    cache_arguments,
+    length_arguments,
+    page_table_arguments,
+    stride_of,
+)
 from mlakit.kernels.triton.configs import pick_append_config
-from mlakit.kernels.triton.norm_rope_quant_kernel import norm_rope_quant_kernel
-from mlakit.kernels.triton.store_rows import row_options, tensor_scale_of
+from mlakit.kernels.triton.norm_rope_quant_kernel import (
+    AngleArguments,
+    LatentArguments,
+    QueryArguments,
+    SlotArguments,
+    Traits,
+    norm_rope_quant_kernel,
+)
+from mlakit.kernels.triton.store_rows import store_traits
 
 
 def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
@@ -30,10 +43,8 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
         itemsize=q_rope.element_size(),
         num_sms=device.num_sms,
     )
-    q_rope_out, payload = as_bytes(q_rope_out), as_bytes(layer.payload)
-    flat = isinstance(page_table, tuple)
-    kv_starts, pages = page_table if isinstance(page_table, tuple) else (None, page_table)
-    scales = layer.scales
+    q_rope_out = as_bytes(q_rope_out)
+    table, stride_table_request = page_table_arguments(page_table)
     pdl = config.pdl and device.has_pdl
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
 
@@ -44,54 +55,30 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     launch(
         norm_rope_quant_kernel,
         (norm_programs + rope_programs,),
-        q_rope,
-        kv,
-        freqs,
-        gamma,
-        payload,
-        scales,
-        *tensor_scale_of(layer),
-        kv_starts,
-        pages,
-        kv_lens,
-        q_starts,
-        slots,
-        positions,
-        q_rope_out,
-        tokens,
-        heads,
-        0 if kv_lens is None else kv_lens.shape[0],
-        freqs.shape[0],
-        float(a.epsilon),
-        *a.shard,
-        norm_programs,
-        q_rope.stride(0),
-        q_rope.stride(1),
-        kv.stride(0),
-        freqs.stride(0),
-        freqs.stride(1),
-        stride_of(gamma, 0),
-        payload.stride(0),
-        payload.stride(1),
-        stride_of(scales, 0),
-        stride_of(scales, 1),
-        stride_of(kv_starts, 0),
-        0 if flat else stride_of(pages, 0),
-        stride_of(pages, -1),
-        stride_of(kv_lens, 0),
-        stride_of(q_starts, 0),
-        stride_of(slots, 0),
-        stride_of(positions, 0),
-        q_rope_out.stride(0),
-        q_rope_out.stride(1),
-        IS_SHARDED=a.shard.world > 1,
-        INTERLEAVED=a.rope == "interleaved",
-        ROWS=config.rows,
-        HEADS=config.heads,
-        PROBES=config.probes,
-        PDL=pdl,
+        tokens=tokens,
+        heads=heads,
+        num_requests=0 if kv_lens is None else kv_lens.shape[0],
+        num_positions=freqs.shape[0],
+        norm_programs=norm_programs,
+        stride_table_request=stride_table_request,
+        queries=QueryArguments(q_rope, q_rope_out, *q_rope.stride()[:2], *q_rope_out.stride()[:2]),
+        latents=LatentArguments(*(kv, gamma, float(a.epsilon), kv.stride(0), stride_of(gamma, 0))),
+        angles=AngleArguments(freqs, positions, *freqs.stride(), stride_of(positions, 0)),
+        slots=SlotArguments(slots, stride_of(slots, 0)),
+        page_table=table,
+        lengths=length_arguments(q_starts, kv_lens),
+        shard=a.shard,
+        cache=cache_arguments(layer),
+        ROW=store_traits(layer, power_of_two=a.power_of_two_scales, has_fp8=device.has_fp8),
+        TRAITS=Traits(
+            IS_SHARDED=a.shard.world > 1,
+            INTERLEAVED=a.rope == "interleaved",
+            ROWS=config.rows,
+            HEADS=config.heads,
+            PROBES=config.probes,
+            PDL=pdl,
+        ),
         num_warps=config.num_warps,
-        **row_options(layer, power_of_two=a.power_of_two_scales, has_fp8=device.has_fp8),
         # on sm_120 the assembler otherwise stops at 40 registers and spills two words
         **({"maxnreg": 128} if device.arch == 120 else {}),
         **options,

@@ -15,8 +15,11 @@ Lineage    own design; ideas: the fused kernel of Modular MAX, which rotates que
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlakit.kernels.triton.norm_quant import rms_norm
@@ -25,176 +28,160 @@ from mlakit.kernels.triton.rope import load_angles, load_pairs, rotate, store_pa
 from mlakit.kernels.triton.store_rows import store_latent, store_rope
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens",
-        "heads",
-        "batch",
-        "num_positions",
-        "rank",
-        "world",
-        "interleave",
-        "norm_programs",
-        "kv_starts_stride",
-        "table_stride_request",
-        "kv_lens_stride",
-        "q_starts_stride",
-        "slots_stride",
-        "positions_stride",
-    ]
-)
+class QueryArguments(NamedTuple):
+    """The rotated part of the queries, before and after."""
+
+    q: Tensor  # [tokens, heads, D_R]
+    out: Tensor  # [tokens, heads, D_R], e4m3 as uint8
+    stride_token: int
+    stride_head: int
+    stride_out_token: int
+    stride_out_head: int
+
+
+class LatentArguments(NamedTuple):
+    """The latents and their norm."""
+
+    kv: Tensor  # [tokens, D_C + D_R]
+    gamma: Tensor | None  # [D_C]; None: no norm
+    epsilon: float
+    stride_token: int
+    stride_gamma: int
+
+
+class AngleArguments(NamedTuple):
+    """The angles of all positions, and the positions of tokens."""
+
+    freqs: Tensor  # [positions, D_R]
+    positions: Tensor | None  # [tokens] rows of freqs; None: the positions of kv_lens
+    stride_position: int
+    stride_column: int
+    stride_positions: int
+
+
+class SlotArguments(NamedTuple):
+    """The slots of tokens; None: those of the page table."""
+
+    slots: Tensor | None  # [tokens]; -1: no row is written
+    stride: int
+
+
+class Traits(NamedTuple):
+    """The constants that the kernel is compiled for, besides those of rows."""
+
+    IS_SHARDED: bool
+    INTERLEAVED: bool
+    ROWS: int
+    HEADS: int
+    PROBES: int
+    PDL: bool
+
+
+class Numbers(NamedTuple):
+    """The arguments that are no tuples, in the kernel."""
+
+    tokens: tl.tensor
+    heads: tl.tensor
+    num_requests: tl.tensor
+    num_positions: tl.tensor
+    stride_table_request: tl.tensor
+
+
+# differ from call to call: specialised, each would compile further kernels
+VARYING = [
+    *("tokens", "heads", "num_requests", "num_positions", "norm_programs"),
+    "stride_table_request",
+]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def norm_rope_quant_kernel(
-    q_rope,  # [tokens, heads, D_R]
-    kv,  # [tokens, D_C + D_R]
-    freqs,  # [positions, D_R]
-    gamma,  # [D_C]; None: no norm
-    payload,  # [pages, PAGE_SIZE, row], e4m3 as uint8
-    scales,  # [pages, PAGE_SIZE, 1 or FOOTER_BYTES]; None if all scales are inside the row
-    tensor_scale,
-    tensor_scale_at,  # pointer to the tensor scale on the device, or None
-    kv_starts,  # [batch + 1]; None if `table` holds pages
-    table,  # [batch, max_pages] pages, or [slots]; None, like kv_lens and q_starts, with `slots`
-    kv_lens,  # [batch], the new tokens included
-    q_starts,  # [batch + 1]
-    slots,  # [tokens] or None; -1: no row is written
-    positions,  # [tokens] rows of freqs; None: the positions of kv_lens
-    q_rope_out,  # [tokens, heads, D_R], e4m3 as uint8
     tokens,
     heads,
-    batch,
+    num_requests,
     num_positions,  # rows of freqs
-    epsilon,
-    rank,  # of a context-parallel group, as are the next two
-    world,
-    interleave,
     norm_programs,
-    q_stride_token,
-    q_stride_head,
-    kv_stride_token,
-    freqs_stride_position,
-    freqs_stride_column,
-    gamma_stride,
-    payload_stride_page,
-    payload_stride_row,
-    scales_stride_page,
-    scales_stride_row,
-    kv_starts_stride,
-    table_stride_request,
-    table_stride_column,
-    kv_lens_stride,
-    q_starts_stride,
-    slots_stride,
-    positions_stride,
-    out_stride_token,
-    out_stride_head,
-    D_C: tl.constexpr,
-    D_R: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SCALING: tl.constexpr,
-    GROUP: tl.constexpr,  # columns of the tile that share a scale
-    POWER_OF_TWO: tl.constexpr,
-    SMALLEST: tl.constexpr,  # scale
-    ALIGNED: tl.constexpr,  # rows start at multiples of 4 bytes
-    IS_SHARDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_FP8: tl.constexpr,
-    LATENT_TILE: tl.constexpr,  # D_C padded
-    PAIRS: tl.constexpr,  # D_R / 2 padded
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    PROBES: tl.constexpr,
-    PDL: tl.constexpr,
+    stride_table_request,
+    queries,  # `QueryArguments`
+    latents,  # `LatentArguments`
+    angles,  # `AngleArguments`
+    slots,  # `SlotArguments`
+    page_table,  # `PageTableArguments`; None, as are lengths, with `slots`
+    lengths,  # `LengthArguments`, the new tokens included
+    shard,  # `KVShard`
+    cache,  # `CacheArguments`
+    ROW: tl.constexpr,  # `StoreTraits`
+    TRAITS: tl.constexpr,
 ):
     """Cache rows of ROWS tokens (the first programs), or HEADS rotated queries of one token."""
-    if PDL:
+    ROWS: tl.constexpr = TRAITS.ROWS
+    HEADS: tl.constexpr = TRAITS.HEADS
+    if TRAITS.PDL:
         gdc_launch_dependents()  # the next kernel waits for this one
         gdc_wait()
-    batch_of = (
-        q_starts, q_starts_stride, kv_lens, kv_lens_stride, positions, positions_stride, batch,
-        num_positions,
-    )  # fmt: skip
-    angles = (freqs, freqs_stride_position, freqs_stride_column)
+    numbers = Numbers(tokens, heads, num_requests, num_positions, stride_table_request)
     program = tl.program_id(0)
     if program < norm_programs:
+        token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
         _append_rows(
-            program.to(tl.int64) * ROWS + tl.arange(0, ROWS), tokens,
-            (kv, kv_stride_token), (gamma, gamma_stride, epsilon), angles, batch_of,
-            (
-                kv_starts, kv_starts_stride, table, table_stride_request, table_stride_column,
-                slots, slots_stride, rank, world, interleave,
-            ),
-            (payload, payload_stride_page, payload_stride_row),
-            (scales, scales_stride_page, scales_stride_row), (tensor_scale, tensor_scale_at),
-            D_C, D_R, PAGE_SIZE, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED,
-            IS_SHARDED, INTERLEAVED, HAS_FP8, LATENT_TILE, PAIRS, PROBES, q_rope.dtype.element_ty,
-        )  # fmt: skip
-    elif D_R > 0:
+            *(token, numbers, latents, angles, slots, page_table, lengths, shard, cache),
+            *(ROW, TRAITS, queries.q.dtype.element_ty),
+        )
+    elif ROW.D_R > 0:
         block = program - norm_programs
         head_blocks = tl.cdiv(heads, HEADS)
-        _rotate_queries(
-            (block // head_blocks).to(tl.int64) + tl.arange(0, 1), tokens,
-            (block % head_blocks).to(tl.int64) * HEADS + tl.arange(0, HEADS), heads,
-            (q_rope, q_stride_token, q_stride_head), angles, batch_of,
-            (q_rope_out, out_stride_token, out_stride_head),
-            D_R, INTERLEAVED, HAS_FP8, PAIRS, PROBES,
-        )  # fmt: skip
+        token = (block // head_blocks).to(tl.int64) + tl.arange(0, 1)
+        head = (block % head_blocks).to(tl.int64) * HEADS + tl.arange(0, HEADS)
+        _rotate_queries(token, head, numbers, queries, angles, lengths, ROW, TRAITS)
 
 
 @triton.jit
 def _append_rows(
     token,  # int64 [T]
-    tokens,
-    kv,  # these are tuples of a tensor and what belongs to it; see the kernel
-    gamma,
+    numbers,
+    latents,
     angles,
-    batch_of,
-    slots_of,
-    payload,
-    scales,
-    tensor_scale,
-    D_C: tl.constexpr,
-    D_R: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SCALING: tl.constexpr,
-    GROUP: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    IS_SHARDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_FP8: tl.constexpr,
-    LATENT_TILE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PROBES: tl.constexpr,
+    slots,
+    page_table,
+    lengths,
+    shard,
+    cache,
+    ROW: tl.constexpr,
+    TRAITS: tl.constexpr,
     Q_DTYPE: tl.constexpr,
 ):
     """Normalise and rotate the latents of tokens; store those that have a slot in the cache."""
-    kv, kv_stride_token = kv
-    gamma, gamma_stride, epsilon = gamma
-    payload, payload_stride_page, payload_stride_row = payload
-    is_token = token < tokens
+    D_C: tl.constexpr = ROW.D_C
+    D_R: tl.constexpr = ROW.D_R
+    LATENT_TILE: tl.constexpr = ROW.LATENT_TILE
+    PAIRS: tl.constexpr = ROW.PAIRS
+    INTERLEAVED: tl.constexpr = TRAITS.INTERLEAVED
+    is_token = token < numbers.tokens
     column = tl.arange(0, LATENT_TILE)
     in_row = (column < D_C)[None, :]
-    at = kv + token * kv_stride_token  # [T]
+    at = latents.kv + token * latents.stride_token  # [T]
     x = tl.load(at[:, None] + column[None, :], mask=is_token[:, None] & in_row, other=0.0)
-    if gamma is not None:
-        weight = tl.load(gamma + column * gamma_stride, mask=column < D_C, other=0.0)
+    if latents.gamma is not None:
+        is_weight = column < D_C
+        weight_at = latents.gamma + column * latents.stride_gamma
+        weight = tl.load(weight_at, mask=is_weight, other=0.0)
     if D_R > 0:
         k0, k1 = load_pairs(
             (at + D_C)[:, None, None], is_token[:, None, None], D_R, PAIRS, INTERLEAVED
         )
 
     request, position, angle, has_angle, is_token = _find_positions(
-        token, is_token, batch_of, PROBES
+        token, is_token, numbers, angles, lengths, TRAITS
     )
     page, offset, is_stored = _find_slots(
-        token, request, position, is_token, slots_of, PAGE_SIZE, IS_SHARDED
+        *(token, request, position, is_token, numbers, slots, page_table, shard),
+        *(ROW, TRAITS),
     )
-    row = payload + page * payload_stride_page + offset * payload_stride_row  # [T]
+    row = cache.payload + page * cache.stride_page + offset * cache.stride_row  # [T]
 
     latent = x.to(tl.float32)
-    if gamma is not None:
-        latent = rms_norm(x, weight, epsilon, D_C)
+    if latents.gamma is not None:
+        latent = rms_norm(x, weight, latents.epsilon, D_C)
     if D_C < LATENT_TILE:
         # x is 0 there, but the norm may multiply its row by infinity
         latent = tl.where(in_row, latent, 0.0)
@@ -203,76 +190,69 @@ def _append_rows(
         cos, sin = load_angles(angles, angle, has_angle, D_R, PAIRS)
         y0, y1 = rotate(k0, k1, cos, sin)
         rope = (y0.to(Q_DTYPE).to(tl.float32), y1.to(Q_DTYPE).to(tl.float32))
-    rope_scale = store_latent(
-        latent, rope, row, page, offset, is_stored, scales, tensor_scale,
-        D_C, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, HAS_FP8,
-    )  # fmt: skip
+    rope_scale = store_latent(latent, rope, row, page, offset, is_stored, cache, ROW)
     if D_R > 0:
-        store_rope(
-            rope[0], rope[1], row, is_stored, rope_scale,
-            D_C, D_R, PAIRS, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, INTERLEAVED, HAS_FP8,
-        )  # fmt: skip
+        store_rope(rope[0], rope[1], row, is_stored, rope_scale, ROW, INTERLEAVED)
 
 
 @triton.jit
 def _rotate_queries(
     token,  # int64 [T]
-    tokens,
     head,  # int64 [H]
-    heads,
-    q_rope,  # tuples, as of `_append_rows`
+    numbers,
+    queries,
     angles,
-    batch_of,
-    q_rope_out,
-    D_R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_FP8: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PROBES: tl.constexpr,
+    lengths,
+    ROW: tl.constexpr,
+    TRAITS: tl.constexpr,
 ):
     """Rotate the queries of some tokens and heads; all are read before any is written.
 
     A query becomes 0 where the given position of its token is no row of freqs.
     """
-    q_rope, q_stride_token, q_stride_head = q_rope
-    q_rope_out, out_stride_token, out_stride_head = q_rope_out
-    _, _, _, _, positions, _, _, _ = batch_of
-    is_token = token < tokens
-    inside = (is_token[:, None] & (head < heads)[None, :])[:, :, None]  # [T, H, 1]
+    D_R: tl.constexpr = ROW.D_R
+    PAIRS: tl.constexpr = ROW.PAIRS
+    INTERLEAVED: tl.constexpr = TRAITS.INTERLEAVED
+    is_token = token < numbers.tokens
+    inside = (is_token[:, None] & (head < numbers.heads)[None, :])[:, :, None]  # [T, H, 1]
     token_at, head_at = token[:, None, None], head[None, :, None]
-    at = q_rope + token_at * q_stride_token + head_at * q_stride_head
+    at = queries.q + token_at * queries.stride_token + head_at * queries.stride_head
     x0, x1 = load_pairs(at, inside, D_R, PAIRS, INTERLEAVED)
-    _, _, angle, has_angle, is_token = _find_positions(token, is_token, batch_of, PROBES)
+    _, _, angle, has_angle, is_token = _find_positions(
+        token, is_token, numbers, angles, lengths, TRAITS
+    )
     inside = inside & is_token[:, None, None]
     cos, sin = load_angles(angles, angle, has_angle, D_R, PAIRS)
     y0, y1 = rotate(x0, x1, cos, sin)
-    if positions is not None:
+    if angles.positions is not None:
         y0 = tl.where(has_angle[:, None, None], y0, 0.0)
         y1 = tl.where(has_angle[:, None, None], y1, 0.0)
-    out_at = q_rope_out + token_at * out_stride_token + head_at * out_stride_head
+    out_at = queries.out + token_at * queries.stride_out_token + head_at * queries.stride_out_head
     store_pairs(
-        out_at, inside, y0, y1, q_rope_out.dtype.element_ty, D_R, PAIRS, INTERLEAVED, True, HAS_FP8
+        *(out_at, inside, y0, y1, queries.out.dtype.element_ty),
+        *(D_R, PAIRS, INTERLEAVED, True, ROW.HAS_FP8),
     )
 
 
 @triton.jit
-def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
+def _find_positions(token, is_token, numbers, angles, lengths, TRAITS: tl.constexpr):
     """Return (request, position in it, row of freqs, is there such a row?, is it a token?) of each
     token; the first three are int64.
 
     Without `kv_lens` the request is unknown, and both positions are the given one. The request of a
     row that is no token is arbitrary.
     """
-    (
-        q_starts, q_starts_stride, kv_lens, kv_lens_stride, positions, positions_stride, batch,
-        num_positions,
-    ) = batch_of  # fmt: skip
     request = tl.zeros_like(token)
-    if kv_lens is not None:
-        request = find_request(token, is_token, q_starts, q_starts_stride, batch, PROBES)
+    if lengths.kv_lens is not None:
+        request = find_request(
+            *(token, is_token, lengths.q_starts, lengths.stride_q_starts, numbers.num_requests),
+            TRAITS.PROBES,
+        )
         # the last token of a request is its newest: it is at position kv_len - 1
-        end = tl.load(q_starts + (request + 1) * q_starts_stride, mask=is_token, other=0)
-        kv_len = tl.load(kv_lens + request * kv_lens_stride, mask=is_token, other=0)
+        end_at = lengths.q_starts + (request + 1) * lengths.stride_q_starts
+        end = tl.load(end_at, mask=is_token, other=0)
+        kv_len_at = lengths.kv_lens + request * lengths.stride_kv_lens
+        kv_len = tl.load(kv_len_at, mask=is_token, other=0)
         # rows after the last request are padding; only now, so that no load waits for another one
         is_token = is_token & (token < end)
         position = kv_len.to(tl.int64) - (end - token)
@@ -280,11 +260,11 @@ def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
         # and nothing before the tables may be read
         angle = position
         has_angle = is_token & (position >= 0)
-    if positions is not None:
-        at = positions + token * positions_stride
+    if angles.positions is not None:
+        at = angles.positions + token * angles.stride_positions
         angle = tl.load(at, mask=is_token, other=0).to(tl.int64)
-        has_angle = is_token & (angle >= 0) & (angle < num_positions)
-        if kv_lens is None:
+        has_angle = is_token & (angle >= 0) & (angle < numbers.num_positions)
+        if lengths.kv_lens is None:
             position = angle
     return request, position, angle, has_angle, is_token
 
@@ -295,34 +275,40 @@ def _find_slots(
     request,
     position,
     is_token,
-    slots_of,
-    PAGE_SIZE: tl.constexpr,
-    IS_SHARDED: tl.constexpr,
+    numbers,
+    slots,
+    page_table,
+    shard,
+    ROW: tl.constexpr,
+    TRAITS: tl.constexpr,
 ):
     """Return (page, row in the page, is a row stored?) of each token, the first two int64."""
-    (
-        kv_starts, kv_starts_stride, table, table_stride_request, table_stride_column, slots,
-        slots_stride, rank, world, interleave,
-    ) = slots_of  # fmt: skip
+    IS_SHARDED: tl.constexpr = TRAITS.IS_SHARDED
+    PAGE_SIZE: tl.constexpr = ROW.PAGE_SIZE
     is_stored = is_token & (position >= 0)
     if IS_SHARDED:
+        rank, world, interleave = shard
         is_stored = is_stored & (position // interleave % world == rank)
         # the place among this rank's tokens
         period = interleave * world
         position = position // period * interleave + position % interleave
-    if slots is not None:
-        slot = tl.load(slots + token * slots_stride, mask=is_token, other=-1).to(tl.int64)
+    if slots.slots is not None:
+        slot_at = slots.slots + token * slots.stride
+        slot = tl.load(slot_at, mask=is_token, other=-1).to(tl.int64)
         is_stored = (slot >= 0) & is_stored if IS_SHARDED else slot >= 0
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
-    elif kv_starts is None:
+    elif page_table.starts is None:
         column = position // PAGE_SIZE
-        entry = table + request * table_stride_request + column * table_stride_column
+        entries = page_table.entries + request * numbers.stride_table_request
+        entry = entries + column * page_table.stride_entry
         page = tl.load(entry, mask=is_stored, other=0).to(tl.int64)
         offset = position % PAGE_SIZE
     else:
-        start = tl.load(kv_starts + request * kv_starts_stride, mask=is_token, other=0).to(tl.int64)
-        slot = tl.load(table + (start + position) * table_stride_column, mask=is_stored, other=0)
+        start_at = page_table.starts + request * page_table.stride_starts
+        start = tl.load(start_at, mask=is_token, other=0).to(tl.int64)
+        entry = page_table.entries + (start + position) * page_table.stride_entry
+        slot = tl.load(entry, mask=is_stored, other=0)
         page = slot.to(tl.int64) // PAGE_SIZE
         offset = slot.to(tl.int64) % PAGE_SIZE
     return page, offset, is_stored

@@ -19,16 +19,13 @@ from mlakit.kernels.triton.norm_quant import encode, store_elements
 def load_angles(angles, position, has_angle, D_R: tl.constexpr, PAIRS: tl.constexpr):
     """cos and sin [T, 1, PAIRS] of positions, in the dtype of freqs.
 
-    angles  (freqs, stride of its positions, stride of its columns)
+    angles  freqs, stride_position and stride_column
     """
-    freqs, stride_position, stride_column = angles
     column = tl.arange(0, 2 * PAIRS)
     # loaded together and then split: each thread reads its pairs contiguously
-    cos_sin = tl.load(
-        freqs + position[:, None, None] * stride_position + column * stride_column,
-        mask=has_angle[:, None, None] & (column < D_R),
-        other=0.0,
-    )
+    mask = has_angle[:, None, None] & (column < D_R)
+    at = position[:, None, None] * angles.stride_position
+    cos_sin = tl.load(angles.freqs + at + column * angles.stride_column, mask=mask, other=0.0)
     return tl.split(tl.reshape(cos_sin, [position.shape[0], 1, PAIRS, 2]))
 
 

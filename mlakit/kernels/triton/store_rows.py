@@ -8,11 +8,10 @@ Limits     none: widths are padded to powers of two, rows may have any stride an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mlakit.cache import CacheLayer
 from mlakit.formats import (
@@ -41,6 +40,22 @@ from mlakit.kernels.triton.rope import store_pairs
 from mlakit.kernels.triton.rows import rows_are_aligned
 
 
+class StoreTraits(NamedTuple):
+    """The cache rows that a kernel is compiled to store."""
+
+    D_C: int
+    D_R: int
+    PAGE_SIZE: int
+    SCALING: int  # a constant of `norm_quant`
+    GROUP: int  # columns of the tile that share a scale
+    POWER_OF_TWO: bool  # scales are
+    SMALLEST: float  # scale
+    ALIGNED: bool  # rows start at multiples of 4 bytes
+    HAS_FP8: bool
+    LATENT_TILE: int  # D_C padded
+    PAIRS: int  # D_R / 2 padded
+
+
 @triton.jit
 def store_latent(
     latent,  # float32 [T, LATENT_TILE], 0 beyond D_C
@@ -49,31 +64,25 @@ def store_latent(
     page,  # int64 [T]
     offset,  # int64 [T]
     is_stored,  # [T]
-    scales,  # (scales, stride of pages, stride of rows)
-    tensor_scale,  # (a number, or a pointer to the scale on the device)
-    D_C: tl.constexpr,
-    SCALING: tl.constexpr,
-    GROUP: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HAS_FP8: tl.constexpr,
+    cache,  # `CacheArguments`
+    ROW: tl.constexpr,  # `StoreTraits`
 ):
     """Quantise and store the latent columns and their scales. Returns the scale of the rope
     columns, [T, 1, 1], and pointers [T] to where they store scales of their own."""
-    scales, scales_stride_page, scales_stride_row = scales
-    tensor_scale, tensor_scale_at = tensor_scale
+    D_C: tl.constexpr = ROW.D_C
+    SCALING: tl.constexpr = ROW.SCALING
+    GROUP: tl.constexpr = ROW.GROUP
     STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else row.dtype.element_ty
     TOKENS: tl.constexpr = latent.shape[0]
     LATENT_TILE: tl.constexpr = latent.shape[1]
     rope_scale = tl.zeros_like(page).to(tl.float32)[:, None, None]
     beside = row
-    if scales is not None:
-        beside = scales + page * scales_stride_page + offset * scales_stride_row
+    if cache.scales is not None:
+        beside = cache.scales + page * cache.stride_scales_page + offset * cache.stride_scales_row
     if SCALING == TENSOR_SCALE:
-        rope_scale += tensor_scale
-        if tensor_scale_at is not None:
-            rope_scale = tl.zeros_like(rope_scale) + tl.load(tensor_scale_at).to(tl.float32)
+        rope_scale += cache.tensor_scale
+        if cache.device_scale is not None:
+            rope_scale = tl.zeros_like(rope_scale) + tl.load(cache.device_scale).to(tl.float32)
         latent = divide(latent, tl.reshape(rope_scale, [TOKENS, 1]))
     elif SCALING >= ROW_SCALE:
         grouped = tl.reshape(latent, [TOKENS, LATENT_TILE // GROUP, GROUP])
@@ -82,16 +91,16 @@ def store_latent(
             y0, y1 = rope
             magnitude = tl.maximum(magnitude, largest_magnitude(y0))
             magnitude = tl.maximum(magnitude, largest_magnitude(y1))
-        scale = find_scales(magnitude, SMALLEST, POWER_OF_TWO)
+        scale = find_scales(magnitude, ROW.SMALLEST, ROW.POWER_OF_TWO)
         grouped = divide(grouped, scale[:, :, None])
         latent = tl.reshape(grouped, [TOKENS, LATENT_TILE])
-        store_scales(row + D_C, beside, scale, is_stored, D_C, GROUP, SCALING, ALIGNED)
+        store_scales(row + D_C, beside, scale, is_stored, D_C, GROUP, SCALING, ROW.ALIGNED)
         if SCALING <= TOKEN_SCALE:
             rope_scale = scale[:, :, None]
-    encoded = encode(latent, STORED, HAS_FP8)
+    encoded = encode(latent, STORED, ROW.HAS_FP8)
     column = tl.arange(0, LATENT_TILE)
     inside = is_stored[:, None] & (column < D_C)[None, :]
-    store_elements(row[:, None], column[None, :], encoded, inside, ALIGNED)
+    store_elements(row[:, None], column[None, :], encoded, inside, ROW.ALIGNED)
     return rope_scale, beside + (D_C // GROUP if SCALING == GROUP_SCALES else 0)
 
 
@@ -102,18 +111,13 @@ def store_rope(
     row,  # pointers [T] to the rows
     is_stored,  # [T]
     rope_scale,  # (scale, pointers to scales) of `store_latent`
-    D_C: tl.constexpr,
-    D_R: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SCALING: tl.constexpr,
-    GROUP: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ROW: tl.constexpr,  # `StoreTraits`
     INTERLEAVED: tl.constexpr,
-    HAS_FP8: tl.constexpr,
 ):
     """Store pairs of rope columns, divided by a scale where the format has one for them."""
+    D_C: tl.constexpr = ROW.D_C
+    SCALING: tl.constexpr = ROW.SCALING
+    GROUP: tl.constexpr = ROW.GROUP
     scale, scales_at = rope_scale
     STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else row.dtype.element_ty
     IS_BF16: tl.constexpr = SCALING >= TOKEN_SCALE and SCALING <= FOOTER_SCALES
@@ -123,13 +127,11 @@ def store_rope(
     if SCALING >= TENSOR_SCALE and SCALING <= TOKEN_SCALE:
         y0, y1 = divide(y0, scale), divide(y1, scale)
     elif SCALING == GROUP_SCALES:
-        y0, y1 = _scale_groups(
-            y0, y1, scales_at, is_stored, D_R, PAIRS, GROUP, POWER_OF_TWO, SMALLEST, INTERLEAVED
-        )
+        y0, y1 = _scale_groups(y0, y1, scales_at, is_stored, ROW, INTERLEAVED)
     store_pairs(
-        (row + D_C + INLINE_BYTES)[:, None, None], is_stored[:, None, None], y0, y1,
-        ROPE_STORED, D_R, PAIRS, INTERLEAVED, ALIGNED, HAS_FP8,
-    )  # fmt: skip
+        *((row + D_C + INLINE_BYTES)[:, None, None], is_stored[:, None, None], y0, y1),
+        *(ROPE_STORED, ROW.D_R, ROW.PAIRS, INTERLEAVED, ROW.ALIGNED, ROW.HAS_FP8),
+    )
 
 
 @triton.jit
@@ -138,14 +140,13 @@ def _scale_groups(
     y1,
     scales_at,  # pointers [T] to the scale of the first group
     is_stored,
-    D_R: tl.constexpr,
-    PAIRS: tl.constexpr,
-    GROUP: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    ROW: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Divide pairs of rope columns by the scale of each GROUP columns, and store these scales."""
+    D_R: tl.constexpr = ROW.D_R
+    PAIRS: tl.constexpr = ROW.PAIRS
+    GROUP: tl.constexpr = ROW.GROUP
     pair = tl.arange(0, PAIRS)[None, None, :]
     column0 = 2 * pair if INTERLEAVED else pair
     column1 = column0 + 1 if INTERLEAVED else D_R // 2 + pair
@@ -154,31 +155,30 @@ def _scale_groups(
         magnitude = tl.maximum(
             largest_magnitude(tl.where(in0, y0, 0.0)), largest_magnitude(tl.where(in1, y1, 0.0))
         )
-        scale = find_scales(magnitude, SMALLEST, POWER_OF_TWO)  # [T, 1]
+        scale = find_scales(magnitude, ROW.SMALLEST, ROW.POWER_OF_TWO)  # [T, 1]
         tl.store((scales_at + group)[:, None], scale, mask=is_stored[:, None])
         y0 = tl.where(in0, divide(y0, scale[:, :, None]), y0)
         y1 = tl.where(in1, divide(y1, scale[:, :, None]), y1)
     return y0, y1
 
 
-def row_options(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> dict[str, Any]:
-    """The constexpr arguments of a kernel that stores rows of a layer."""
+def store_traits(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> StoreTraits:
     row = layer.codec.row
     scaling = _scaling(layer.codec.traits)
     group, latent_tile = _tile_of_latent(scaling, layer.codec)
-    return {
-        "D_C": row.kv_lora_rank,
-        "D_R": row.qk_rope_head_dim,
-        "PAGE_SIZE": layer.page_size,
-        "SCALING": scaling.value,
-        "GROUP": group,
-        "POWER_OF_TWO": power_of_two or bool(scaling == FOOTER_SCALES),
-        "SMALLEST": SMALLEST_TOKEN_SCALE if scaling == TOKEN_SCALE else SMALLEST_SCALE,
-        "ALIGNED": rows_are_aligned(layer),
-        "HAS_FP8": has_fp8,
-        "LATENT_TILE": latent_tile,
-        "PAIRS": triton.next_power_of_2(max(row.qk_rope_head_dim // 2, 1)),
-    }
+    return StoreTraits(
+        D_C=row.kv_lora_rank,
+        D_R=row.qk_rope_head_dim,
+        PAGE_SIZE=layer.page_size,
+        SCALING=scaling.value,
+        GROUP=group,
+        POWER_OF_TWO=power_of_two or bool(scaling == FOOTER_SCALES),
+        SMALLEST=SMALLEST_TOKEN_SCALE if scaling == TOKEN_SCALE else SMALLEST_SCALE,
+        ALIGNED=rows_are_aligned(layer),
+        HAS_FP8=has_fp8,
+        LATENT_TILE=latent_tile,
+        PAIRS=triton.next_power_of_2(max(row.qk_rope_head_dim // 2, 1)),
+    )
 
 
 def _scaling(format: FormatTraits) -> Any:
@@ -192,14 +192,6 @@ def _scaling(format: FormatTraits) -> Any:
     if format.HAS_E8M0_SCALES:
         return FOOTER_SCALES
     return GROUP_SCALES if format.SCALES_AT < 0 else BLOCK_SCALES
-
-
-def tensor_scale_of(layer: CacheLayer) -> tuple[float, Tensor | None]:
-    """Return (the scale as a number, None), or (1.0, the scale on the device)."""
-    scale = layer.tensor_scale
-    if isinstance(scale, Tensor):
-        return 1.0, scale.to(layer.payload.device)
-    return float(scale), None
 
 
 def _tile_of_latent(scaling: Any, codec: RowCodec) -> tuple[int, int]:
