@@ -299,14 +299,6 @@ def test_a_format_that_cannot_hold_the_rows_is_a_usage_error(monkeypatch):
     assert "kv_lora_rank must be a multiple of 4" in " ".join(output.split())
 
 
-@pytest.mark.slow
-def test_help_names_every_format_and_model():
-    output = CliRunner().invoke(cli.app, ["demo", "--help"], terminal_width=200).output
-    words = re.split(r"[\s,.│]+", re.sub(r"\.(?=\d)", "·", output))
-    for name in (*FORMATS, *(name for name in PRESETS if name != "tiny")):
-        assert name.replace(".", "·") in words
-
-
 def test_auto_is_a_gpu_if_there_is_one(monkeypatch):
     options = {"prompt": 2, "tokens": 1, "format": "bf16", "seed": 0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

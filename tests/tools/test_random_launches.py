@@ -495,14 +495,6 @@ def test_launches_are_counted_in_json_and_in_words():
     assert last.endswith(" s, no failure.")
 
 
-def test_progress_is_a_line_now_and_then_without_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(check, "SECONDS_BETWEEN_LINES", 0.0)
-    settings = Settings(("indexer_topk",), 0, device="cpu", minutes=None, launches=2)
-    check.run_with_progress(settings)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" in ")[0] for line in lines] == ["0 launches", "1 launches", "2 launches"]
-
-
 @pytest.mark.slow
 def test_calls_of_each_launch_are_made_and_named(monkeypatch):
     arguments = (*DECODE, "--launches", "1", "--seed", "4", *CPU)

@@ -17,7 +17,7 @@ from mlakit.tools.bench.gemms import Gemm
 from mlakit.tools.bench.report import SELECT, STAGES
 from mlakit.tools.bench.shapes import Batch
 from mlakit.tools.bench.step_checks import check_layer, check_selection
-from mlakit.tools.bench.steps import GEMM_SUM, GEMMS_IN_A_ROW, WORKLOADS, Layer
+from mlakit.tools.bench.steps import GEMM_SUM, GEMMS_IN_A_ROW, Layer
 from tests.tools.bench.fakes import pretend_gpu
 from tests.tools.bench.test_suites import mutate_kernel
 
@@ -32,23 +32,6 @@ def cpu_as_gpu(monkeypatch):
 
 def small(model: str, weights: str) -> Layer:
     return Layer(model, weights, Batch.of(3, 1, 4096)).small
-
-
-def test_the_workloads_are_every_combination():
-    found = {
-        (each.model, each.weights, each.heads, each.batch.size, each.batch.kv_lens[0])
-        for each in WORKLOADS["layer"]
-    }
-    assert found == {
-        (*kind, heads, batch, context)
-        for kind in KINDS
-        for heads in (128, 16)
-        for batch in (1, 16, 128)
-        for context in (4096, 65536)
-    }
-    assert len(WORKLOADS["layer"]) == len(found)
-    assert len({id(each.pool) for each in WORKLOADS["layer"]}) == 1
-    assert WORKLOADS["layer"][0].pool.latents.num_pages == 128 * 65536 // 64
 
 
 def test_the_products_are_those_of_the_layer():

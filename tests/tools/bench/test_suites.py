@@ -27,57 +27,6 @@ from mlakit.tools.bench.suite import Workload
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
 from tests.tools.bench.fakes import pretend_gpu, solve
 
-# time of FlashMLA, FA3, DeepGEMM or a bf16 cache / time of mlakit
-TARGETS = {
-    "decode-bf16-b128-h128-4096": 1.177,
-    "decode-bf16-b128-h128-q2-4096": 1.17,
-    "decode-bf16-b128-h64-8192": 1.087,
-    "decode-bf16-b128-h16-8192": 1.087,
-    "decode-bf16-b32-h16-16384": 1.213,
-    "decode-bf16-b4-h128-32768": 1.471,
-    "decode-bf16-b1-h128-65536": 1.786,
-    "sparse-prefill-bf16-b1-h128-q4096-8192-top2048": 1.157,
-    "sparse-prefill-bf16-b1-h128-q4096-32768-top2048": 1.157,
-    "sparse-prefill-bf16-b1-h128-q4096-131072-top2048": 1.143,
-    "sparse-prefill-bf16-b1-h64-q4096-8192-top2048": 1.163,
-    "sparse-prefill-bf16-b1-h64-q4096-32768-top2048": 1.15,
-    "sparse-prefill-bf16-b1-h64-q4096-131072-top2048": 1.163,
-    "sparse-prefill-bf16-b1-h32-q4096-32768-top2048": 1.0,
-    "sparse-prefill-bf16-b1-h16-q4096-32768-top2048": 1.0,
-    "sparse-decode-fp8_block128-b128-h128-32768-top2048": 1.22,
-    "sparse-decode-fp8_block128-b128-h128-q2-32768-top2048": 1.22,
-    "sparse-decode-fp8_block128-b64-h64-32768-top2048": 1.177,
-    "sparse-decode-fp8_block128-b8-h128-32768-top2048": 1.25,
-    "sparse-decode-fp8_block128-b128-h32-32768-top2048": 1.0,
-    "sparse-decode-fp8_block128-b128-h16-32768-top2048": 1.0,
-    "sparse-decode-fp8_block128-b8-h16-32768-top2048": 1.0,
-    "indexer-logits-b64-h64-8192": 1.053,
-    "indexer-logits-b128-h64-q2-32768": 1.042,
-    "indexer-logits-b1-h64-131072": 1.111,
-    "indexer-logits-b1-h64-q2048-32768": 1.124,
-    "indexer-logits-b1-h64-q8192-32768": 1.136,
-    "indexer-select-b1-h64-q32768-32768-k2048": 1.5,
-    "prefill-bf16-b8-h128-2048-causal": 1.08,
-    "prefill-bf16-b4-h128-4096-causal": 1.04,
-    "prefill-bf16-b4-h128-4096-full": 1.03,
-    "prefill-bf16-b2-h128-8192-causal": 1.02,
-    "prefill-bf16-b2-h128-8192-full": 1.03,
-    "prefill-bf16-b1-h128-16384-causal": 1.01,
-    "prefill-bf16-b4-h16-4096-causal": 1.02,
-    **{
-        f"decode-{format}-b128-{shape}": target
-        for shape, target in (("h128-4096", 0.75), ("h16-8192", 1.6))
-        for format in ("fp8", "fp8_token", "fp8_block128")
-    },
-    "decode-fp8-b128-h128-4096-e4m3-queries": 1.0,
-    "decode-fp8_token-b128-h128-4096-e4m3-queries": 1.0,
-    "decode-fp8_block128-b128-h128-4096-e4m3-queries": 0.75,
-    **{
-        f"scaled-mm-{rows}x{shape}": 1.0
-        for rows in (1, 16, 30)
-        for shape in ("7168x16384", "24576x1536", "1536x7168", "576x7168", "7168x2048")
-    },
-}
 PROBLEMS = {
     "decode": DenseDecode,
     "sparse-prefill": SparsePrefill,
@@ -106,52 +55,6 @@ SMALL = [
 @pytest.fixture(autouse=True)
 def cpu_as_gpu(monkeypatch):
     pretend_gpu(monkeypatch)
-
-
-def test_the_targets_are_in_the_suites():
-    targets = {
-        each.name: (each.min_speedup, each.target_baseline)
-        for suite in PROBLEMS
-        for each in workloads(suite)
-        if each.min_speedup is not None and each.target_baseline is not None
-    }
-    assert set(targets) == set(TARGETS)
-    for name, (min_speedup, baseline) in targets.items():
-        assert min_speedup == TARGETS[name]
-        baselines = {
-            "prefill": "fa3",
-            "decode-fp8": "bf16 rows",
-            "indexer-logits": "deep_gemm",
-            "indexer-select": "deep_gemm, torch.topk",
-            "scaled-mm": "bf16 matmul",
-        }
-        own = [each for start, each in baselines.items() if name.startswith(start)]
-        assert [baseline] == (own or ["flash_mla"])
-
-
-def test_two_rows_have_a_bandwidth_target():
-    shares = {each.name: each.min_read_share for each in workloads("decode") if each.min_read_share}
-    assert shares == {"decode-bf16-b128-h64-8192": 0.985, "decode-bf16-b128-h16-8192": 0.985}
-
-
-def test_the_grid_is_what_fits():
-    points = workloads("grid")
-    sizes = {(each.batch.size, each.batch.kv_lens[0]) for each in points}
-    assert len(points) == 5 * len(sizes)
-    assert (256, 65536) in sizes
-    assert {(b, s) for b in (1, 4, 16, 64, 256) for s in (1024, 131072)} - sizes == {(256, 131072)}
-    assert max(each.bytes for each in points) < 21e9
-    assert len({id(each.pool) for each in points}) == 1
-    assert points[0].pool.num_pages == 256 * 65536 // 64
-
-
-def test_the_grid_of_prompts_has_every_point_at_16k_tokens_or_one_prompt():
-    points = workloads("prefill-grid")
-    sizes = {(each.batch.size, each.batch.kv_lens[0]) for each in points}
-    assert sizes == {(32, 512), (8, 2048), (2, 8192), (1, 32768), (1, 65536)}
-    assert {each.heads for each in points} == {8, 16, 64, 128}
-    assert len(points) == 2 * 4 * len(sizes)
-    assert {(each.min_speedup, each.target_baseline) for each in points} == {(0.97, None)}
 
 
 @pytest.mark.slow
@@ -331,13 +234,6 @@ def test_a_peer_with_a_common_error_is_wrong():
     one_wrong = exact.clone()
     one_wrong[0, 0, 0] += 0.1 * exact.abs().max()
     assert "largest error 1.0e-01" in correctness.peer_error(one_wrong, [sample])
-
-
-@pytest.mark.parametrize(
-    ("count", "places"), [(1, [0]), (3, [0, 1, 2]), (5, [0, 2, 4]), (101, [0, 50, 100])]
-)
-def test_samples_are_evenly_spaced(count, places):
-    assert correctness.evenly_spaced(count, 3) == places
 
 
 def test_naive_runs_of_sparse_decode_round_rows_as_the_kernel_does():

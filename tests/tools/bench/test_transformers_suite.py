@@ -14,7 +14,7 @@ from mlakit.tools.bench import command
 from mlakit.tools.bench import transformers as suite
 from mlakit.tools.bench.report import Report
 from mlakit.tools.bench.shapes import Batch
-from mlakit.tools.bench.transformers import WORKLOADS, DecodeStep, cache_bytes
+from mlakit.tools.bench.transformers import DecodeStep, cache_bytes
 from tests.tools.bench.fakes import pretend_gpu
 
 MODELS = ("v3", "v3.2")
@@ -27,21 +27,6 @@ def cpu_as_gpu(monkeypatch):
 
 def small(model: str) -> DecodeStep:
     return DecodeStep(model, Batch.of(8, 1, 8192)).small
-
-
-def test_the_workloads():
-    assert [each.name for each in WORKLOADS] == [
-        "transformers-v3-b8-h128-8192",
-        "transformers-v3.2-b8-h128-8192",
-    ]
-    dense, sparse = WORKLOADS
-    assert dense.min_speedup == sparse.min_speedup == 5
-    assert dense.expanded_bytes == 4 * 8 * 8192 * 128 * 320 * 2
-    weights = 7168 * (1536 + 576 + 16384) + 1536 * 24576 + 512 * 32768 + 3 * 7168 * 18432
-    assert dense.bytes == 2 * (4 * weights + 7168 * 4096) + 4 * 8 * 8192 * 1152
-    index = 1536 * 64 * 128 + 7168 * (128 + 64)
-    rows = 4 * 8 * (2048 * 1152 + 8192 * 256)
-    assert sparse.bytes == 2 * (4 * (weights + index) + 7168 * 4096) + rows
 
 
 @pytest.mark.parametrize("model", MODELS)
