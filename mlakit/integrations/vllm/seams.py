@@ -192,7 +192,7 @@ def add_backend(registry: Any, name: str, path: str, find: Callable[[str], Any])
 
 
 def _add_member(registry: Any, name: str, path: str) -> None:
-    """As vLLM 0.32 does it: before, a registry had one member, CUSTOM, for all plugins."""
+    """Do what vLLM 0.32 does: before, a registry had one member, CUSTOM, for all plugins."""
     member = object.__new__(registry)
     member._name_, member._value_ = name, path
     type.__setattr__(registry, name, member)
