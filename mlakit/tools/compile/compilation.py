@@ -28,9 +28,8 @@ from rich.text import Text
 from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import NUM_SMS as NUM_SMS
 from mlakit.dispatch.architectures import arch_name, is_amd
-from mlakit.dispatch.knobs import Backend
 from mlakit.tools.columns import Column, fitting_table
-from mlakit.tools.compile.configurations import CONFIGURATIONS, HOPPER
+from mlakit.tools.compile.configurations import configured
 from mlakit.tools.compile.machine_code import assembler_log, machine_code
 from mlakit.tools.compile.spills import NO_SPILLS, spill_bound
 
@@ -93,8 +92,8 @@ def check(configuration: str, arch: int) -> list[Compiled]:
 
     start = perf_counter()
     target = Target(arch, NUM_SMS[arch], (SHARED_BYTES | AMD_SHARED_BYTES)[arch])
-    backend: Backend = "hopper" if configuration in HOPPER else "triton"
-    trial = (HOPPER | CONFIGURATIONS)[configuration].trial("cpu")
+    backend, case = configured(configuration)
+    trial = case.trial("cpu")
     try:
         with assembler_log() as log, compiling(target) as compilation:
             trial.call(backend)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlakit.dispatch.architectures import AMD
+from mlakit.dispatch.names import Backend
 from mlakit.formats import FORMATS, GROUP_FORMATS
 from mlakit.model.masks import WINDOWED
 from mlakit.tools.workloads import (
@@ -330,6 +331,8 @@ HOPPER: dict[str, Case] = {
     "hopper-prefill-fp8-128-128": _prefill_fp8(qk_rope_head_dim=0),
 }
 HOPPER_ARCH = 90
+# backends with kernels for one architecture, with it and with their configurations
+SPECIALISED: dict[Backend, tuple[int, dict[str, Case]]] = {"hopper": (HOPPER_ARCH, HOPPER)}
 EVERYWHERE = (
     "append-fp8_block128",
     "scaled-mm-128",
@@ -371,11 +374,23 @@ def named_checks() -> list[tuple[str, int]]:
         *((name, arch) for name in EVERYWHERE for arch in ARCHITECTURES),
         *((name, rotation[i % len(rotation)]) for i, name in enumerate(others)),
         *((name, AMD_ARCHITECTURES[i % 3]) for i, name in enumerate(ON_AMD)),
-        *((name, HOPPER_ARCH) for name in HOPPER),
+        *_specialised_checks(),
     ]
 
 
 def all_checks() -> list[tuple[str, int]]:
     architectures = (*ARCHITECTURES, *AMD_ARCHITECTURES)
     portable = [(name, arch) for name in CONFIGURATIONS for arch in architectures]
-    return [*portable, *((name, HOPPER_ARCH) for name in HOPPER)]
+    return [*portable, *_specialised_checks()]
+
+
+def _specialised_checks() -> list[tuple[str, int]]:
+    return [(name, arch) for arch, cases in SPECIALISED.values() for name in cases]
+
+
+def configured(name: str) -> tuple[Backend, Case]:
+    """The backend and the case of a configuration."""
+    for backend, (_, cases) in SPECIALISED.items():
+        if name in cases:
+            return backend, cases[name]
+    return "triton", CONFIGURATIONS[name]
