@@ -79,4 +79,9 @@ def test_the_kernels_of_sm_90_are_those_of_the_command():
 
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+        path, _, heading = target.partition("#")
+        assert (ROOT / path).exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings]
+            assert heading in slugs, target
