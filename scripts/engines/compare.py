@@ -73,6 +73,7 @@ class Scenario:
     tasks: list[dict[str, Any]] = field(default_factory=lambda: [TOKENS])
     engine: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    program: str = "vllm_job.py"
 
     @property
     def is_alone(self) -> bool:
@@ -112,6 +113,8 @@ SCENARIOS = {
     "tokens-compiled": Scenario(
         ("v3-h16",), ("FLASHMLA", "MLAKIT"), [LATE], {"compilation_config": {}}
     ),
+    # the requests of "tokens", through a server and its processes
+    "tokens-http": Scenario(("v3-h16",), ("MLAKIT",), program="vllm_http_job.py"),
     "tokens-sparse": Scenario(("v3.2-h16", "v3.2-h128"), SPARSE),
     "tokens-sparse-fp8": Scenario(
         ("v3.2-h16", "v3.2-h128"), FP8_ROWS, engine={"kv_cache_dtype": "fp8_ds_mla"}
@@ -197,7 +200,7 @@ def start(job: Job, out: Path, limit: int, extra: dict[str, Any]) -> str | None:
     with log.open("w") as file:
         try:
             code = subprocess.run(
-                [sys.executable, str(HERE / "vllm_job.py"), str(path)],
+                [sys.executable, str(HERE / job.scenario.program), str(path)],
                 env=os.environ | own,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -325,11 +328,27 @@ def report(out: Path) -> int:
                 if index < len(each["tasks"])
             }
             kind = task["task"]["kind"]
-            if kind == "tokens":
+            if kind == "tokens" and len(tasks) > 1:
                 misses += report_tokens(f"{name} {model}", tasks, ours[0])
             elif kind == "soak":
                 CONSOLE.print({key: value for key, value in task.items() if key != "task"})
+    misses += report_http(out)
     misses += report_times(out, own)
+    return misses
+
+
+def report_http(out: Path) -> int:
+    """A server has the tokens of the engine that runs in one process."""
+    found = results(out)
+    misses = 0
+    for (name, model), by_backend in found.items():
+        engine = found.get(("tokens", model), {})
+        for backend, result in by_backend.items() if name == "tokens-http" else ():
+            if backend in engine:
+                served, alone = (each["tasks"][0]["tokens"] for each in (result, engine[backend]))
+                equal = sum(a == b for a, b in zip(served, alone, strict=True))
+                misses += equal < len(alone)
+                CONSOLE.print(f"{name} {model} {backend}: {equal} of {len(alone)} as without HTTP")
     return misses
 
 

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
 VOCABULARY = 4096
@@ -169,9 +172,20 @@ def save(model: Model, folder: Path, device: str = "cpu") -> Path:
             is_bias = name.endswith("e_score_correction_bias")
             tensors[name] = weight.to(torch.float32 if is_bias else torch.bfloat16).cpu()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": POSITIONS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     # written last: a folder that has it is whole
     (folder / "config.json").write_text(json.dumps(model.config(), indent=1))
     return folder
+
+
+def _tokenizer() -> Tokenizer:
+    """Make a tokenizer for servers that insist on one: token 7 is the word t7."""
+    words = {f"t{number}": number for number in range(VOCABULARY)}
+    made = Tokenizer(WordLevel(words, unk_token="t0"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return made
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
