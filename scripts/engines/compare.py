@@ -4,9 +4,10 @@
     python scripts/engines/compare.py run OUT --only tokens    scenarios with this in their name
     python scripts/engines/compare.py report OUT               tables of what is there
 
-`run` needs vLLM and one GPU. It writes small checkpoints with random weights to OUT/models, starts
-a process for each scenario, model and backend, and leaves its result, or the end of its log, in
-OUT. What is there is not run again, so that a run which was cut off is continued.
+`run` needs vLLM, or SGLang for scenarios with its name, and one GPU. It writes small checkpoints
+with random weights to OUT/models, starts a process for each scenario, model and backend, and leaves
+its result, or the end of its log, in OUT. What is there is not run again, so that a run which was
+cut off is continued.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ROOT = HERE.parents[1]
 CONSOLE = Console()
 DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA", "MLAKIT")
 SPEED_DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "MLAKIT")
+SGLANG_DENSE, SGLANG_SPARSE = ("fa3", "flashmla", "mlakit"), ("dsa", "mlakit")
 SPARSE = ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "MLAKIT_SPARSE")
 FP8_ROWS = ("FLASHMLA_SPARSE", "MLAKIT_SPARSE")
 RAGGED = [5, 17, 90, 300, 1500, 3000, 64, 65]
@@ -50,6 +52,16 @@ COMMON: dict[str, Any] = {
     "gpu_memory_utilization": 0.2,
     "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
 }
+SGLANG: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "page_size": 64,
+    "context_length": 33_280,
+    "max_running_requests": 128,
+    "cuda_graph_max_bs": 128,
+    "mem_fraction_static": 0.8,
+    "log_level": "warning",
+}
 SPEED = {
     "max_model_len": 33_280,
     "max_num_seqs": 128,
@@ -66,6 +78,10 @@ SOAK = {
 FIRST_TOKENS = [{"kind": "first_token", "length": n, "repeats": 3} for n in CONTEXTS[1:]]
 
 
+def is_ours(backend: str) -> bool:
+    return backend.lower().startswith("mlakit")
+
+
 @dataclass(frozen=True)
 class Scenario:
     models: tuple[str, ...]
@@ -74,6 +90,15 @@ class Scenario:
     engine: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     program: str = "vllm_job.py"
+
+    def arguments(self, backend: str) -> dict[str, Any]:
+        """Return the engine's arguments with one of its backends."""
+        if self.program == "sglang_job.py":
+            return SGLANG | self.engine | {"attention_backend": backend}
+        attention = {"backend": backend}
+        if is_ours(backend):
+            attention["mla_prefill_backend"] = "MLAKIT"
+        return COMMON | {"attention_config": attention} | self.engine
 
     @property
     def is_alone(self) -> bool:
@@ -150,6 +175,16 @@ SCENARIOS = {
         SOAK,
         {"VLLM_BATCH_INVARIANT": "1"},
     ),
+    "sglang": Scenario(
+        ("v3-h16", "v3-h128"), SGLANG_DENSE, [TOKENS, *_speed_tasks()], program="sglang_job.py"
+    ),
+    "sglang-sparse": Scenario(
+        ("v3.2-h16", "v3.2-h128"),
+        SGLANG_SPARSE,
+        [TOKENS, *_speed_tasks()],
+        {"kv_cache_dtype": "fp8_e4m3"},
+        program="sglang_job.py",
+    ),
 }
 
 
@@ -175,16 +210,13 @@ def jobs(only: str, backends: list[str] | None) -> Iterator[Job]:
 
 def start(job: Job, out: Path, limit: int, extra: dict[str, Any]) -> str | None:
     """Run a job in a process of its own; return the end of its log if it failed."""
-    attention = {"backend": job.backend}
-    if job.backend.startswith("MLAKIT"):
-        attention["mla_prefill_backend"] = "MLAKIT"
     path = out / f"{job.stem}.job.json"
     path.write_text(
         json.dumps(
             {
                 "name": job.stem,
                 "model": str(out / "models" / job.model),
-                "engine": COMMON | {"attention_config": attention} | job.scenario.engine | extra,
+                "engine": job.scenario.arguments(job.backend) | extra,
                 "tasks": job.scenario.tasks,
                 "result": str(out / f"{job.stem}.json"),
             }
@@ -194,6 +226,7 @@ def start(job: Job, out: Path, limit: int, extra: dict[str, Any]) -> str | None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": "mlakit",
+        "SGLANG_PLUGINS": "mlakit",
         **job.scenario.environment,
     }
     log = out / f"{job.stem}.log"
@@ -318,7 +351,7 @@ def report(out: Path) -> int:
     misses = 0
     own = own_kernels()
     for (name, model), by_backend in results(out).items():
-        ours = [backend for backend in by_backend if backend.startswith("MLAKIT")]
+        ours = [backend for backend in by_backend if is_ours(backend)]
         if not ours:
             continue
         for index, task in enumerate(by_backend[ours[0]]["tasks"]):
@@ -434,7 +467,7 @@ def time_rows(by_backend: dict[str, Any], own: re.Pattern[str]) -> Iterator[Time
                 what = f"first token of {task['length']}"
                 timed.setdefault(what, {})[backend] = each["first_token_ms"], 0.0
     for what, times in timed.items():
-        ours = [backend for backend in times if backend.startswith("MLAKIT")]
+        ours = [backend for backend in times if is_ours(backend)]
         others = {backend: each for backend, each in times.items() if backend not in ours}
         if ours and others:
             best = min(others, key=lambda backend: others[backend][1] or others[backend][0])
