@@ -116,6 +116,12 @@ launch_cache = _knob(
     "Launch the recorded kernels of repeated calls on a GPU again; 0 turns that off.",
     old_variable="MLAKIT_REPLAY",
 )
+warmup = _knob(
+    "warmup",
+    True,
+    _boolean,
+    "Compile the kernels of a model when vLLM or SGLang starts; 0 leaves that to their first launch.",
+)
 workspace_mib = _knob(
     "workspace_mib",
     64,

@@ -20,6 +20,7 @@ from mlakit.precompile.worker import Done, Task, Worker
 if TYPE_CHECKING:
     from mlakit.kernels.launch import Target
 
+LOCK = "mlakit-warmup.lock"
 DEFAULT_TOKENS = 8192  # of a step, as engines have it
 
 
@@ -100,13 +101,15 @@ def warmup(
         raise WarmupError("TRITON_INTERPRET is set, so kernels are interpreted, not compiled")
     target = target_of(arch, num_sms)
     start = perf_counter()
+    folder = private.cache_folder()
     tasks, known = missing(d, target)
     if tasks:
-        check_writable(private.cache_folder())
-        with progress(len(tasks), is_shown=show_progress) as advance:
-            compile_all(d, target, tasks, jobs or os.cpu_count() or 1, advance)
-    seconds = perf_counter() - start
-    return Warmup(arch_name(target.arch), known, len(tasks), seconds, private.cache_folder())
+        check_writable(folder)
+        with alone(folder):
+            tasks, known = missing(d, target)  # others may have compiled them meanwhile
+            with progress(len(tasks), is_shown=show_progress) as advance:
+                compile_all(d, target, tasks, jobs or num_cores(), advance)
+    return Warmup(arch_name(target.arch), known, len(tasks), perf_counter() - start, folder)
 
 
 def target_of(arch: str | int | None, num_sms: int | None) -> Target:
@@ -141,6 +144,22 @@ def missing(d: Deployment, target: Target) -> tuple[list[Task], int]:
         raise WarmupError(f"Triton's cache cannot be used: {error}") from None
     tasks = [Task(entry.key, call) for entry, call in entries.items() if not entry.exists]
     return tasks, len(entries)
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+@contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """Hold a lock on the cache: of the ranks of an engine one compiles, and the others wait."""
+    import fcntl  # Triton is for systems that have it
+
+    with open(os.path.join(folder, LOCK), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def check_writable(folder: str) -> None:

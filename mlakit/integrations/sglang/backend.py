@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mlakit import RowShape, UnsupportedError
+from mlakit import RowShape, UnsupportedError, format_of_dtype
 from mlakit.integrations import steps
 from mlakit.integrations.sglang import calls, plugin, seams
 from mlakit.integrations.sglang.seams import AttentionBackend
+from mlakit.integrations.warmup import compile_kernels
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
@@ -42,6 +43,7 @@ class DenseBackend(AttentionBackend):
         self._pools: dict[int, steps.Pools] = {}  # by layer; a layer in it has been checked
         seams.take_separate_rope(plugin.NAME)
         seams.choose_forward_method(plugin.NAME, self._index_topk(config))
+        compile_kernels("sglang", self.device, lambda: self._deployment(config))
 
     def _require_support(self, runner: Any) -> None:
         """Raise for what the ops do not compute; the first names are options of SGLang."""
@@ -54,6 +56,17 @@ class DenseBackend(AttentionBackend):
         require(trees <= 1, "speculative_eagle_topk", "be 1: drafts are a chain", trees)
         # SGLang leaves it to the kernel of such backends
         require(scaling is None, "llama_4_scaling", "be absent from the model", scaling)
+
+    def _deployment(self, config: Any) -> dict[str, Any]:
+        """Return what decides which kernels are launched, for `mlakit.warmup`."""
+        return {
+            "model": config.hf_config,
+            "heads": config.num_attention_heads // seams.get_parallel().attn_tp_size,
+            "format": format_of_dtype(self.kv_cache_dtype),
+            "page_size": self.page_size,
+            "dtype": format_of_dtype(config.dtype),
+            "max_context": self._longest,
+        }
 
     def _index_topk(self, config: Any) -> int | None:
         return None

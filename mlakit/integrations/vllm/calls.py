@@ -26,6 +26,13 @@ PACKED_CACHE_DTYPE = "fp8_ds_mla"
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHE_DTYPES, PACKED_CACHE_DTYPE)
 
 
+def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> str:
+    """The format of cache rows by vLLM's name; `auto` stands for the dtype of the model."""
+    if kv_cache_dtype == PACKED_CACHE_DTYPE:
+        return "fp8_block128"
+    return "fp8" if kv_cache_dtype in FP8_CACHE_DTYPES else mlakit.format_of_dtype(dtype)
+
+
 def update_cache(kv_c: Tensor, k_pe: Tensor, pool: PagedLatentCache, slots: Tensor) -> None:
     """Store this step's tokens: what vLLM's `concat_and_cache_mla` does, byte for byte.
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mlakit import NULL, KVShard
+from mlakit import NULL, KVShard, format_of_dtype
 from mlakit.integrations import steps
 from mlakit.integrations.vllm import calls, plugin, seams
 from mlakit.integrations.vllm.cached_layer import CachedLayer
@@ -21,6 +21,7 @@ from mlakit.integrations.vllm.seams import (
     MultipleOf,
     QueryLenSupport,
 )
+from mlakit.integrations.warmup import compile_kernels
 
 FLOAT_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -85,6 +86,26 @@ class DecodeMetadata(MLACommonDecodeMetadata):
     batch: steps.DecodeBatch | None = None
 
 
+def warm_up(kv_cache_spec: Any, layer_name: str, vllm_config: Any, device: Any) -> None:
+    """Compile the kernels of the layers of a backend while vLLM starts."""
+
+    def describe() -> dict[str, Any]:
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        impl = vllm_config.compilation_config.static_forward_context[layer_name].impl
+        return {
+            "model": model.hf_text_config,
+            # decode has the heads of all ranks that share the tokens
+            "heads": impl.num_heads * parallel.decode_context_parallel_size,
+            "format": calls.format_of(impl.kv_cache_dtype, model.dtype),
+            "page_size": kv_cache_spec.block_size,
+            "dtype": format_of_dtype(model.dtype),
+            "max_context": model.max_model_len,
+            "max_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+        }
+
+    compile_kernels("vllm", device, describe)
+
+
 class DenseMetadataBuilder(MLACommonMetadataBuilder):
     """Metadata of a step, built outside of CUDA graphs: no plan is made here."""
 
@@ -101,6 +122,7 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
         )
         first = self.compilation_config.static_forward_context[layer_names[0]]
         self.dcp_rank: int = first.impl.dcp_rank
+        warm_up(kv_cache_spec, layer_names[0], vllm_config, device)
 
     def _build_decode(
         self,

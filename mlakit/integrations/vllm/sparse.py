@@ -11,7 +11,7 @@ from mlakit import KVShard
 from mlakit.dispatch.checks import Dims
 from mlakit.integrations.vllm import calls, plugin, seams
 from mlakit.integrations.vllm.cached_layer import CachedLayer
-from mlakit.integrations.vllm.dense import DenseBackend
+from mlakit.integrations.vllm.dense import DenseBackend, warm_up
 from mlakit.integrations.vllm.seams import (
     AttentionCGSupport,
     MultipleOf,
@@ -79,6 +79,7 @@ class SparseMetadataBuilder(SparseMLACommonMetadataBuilder):
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
+        warm_up(kv_cache_spec, layer_names[0], vllm_config, device)
 
 
 class SparseImpl(CachedLayer, SparseMLACommonImpl):
