@@ -120,7 +120,7 @@ warmup = _knob(
     "warmup",
     True,
     _boolean,
-    "Compile the kernels of a model when vLLM or SGLang starts; 0 leaves that to their first launch.",
+    "Compile a model's kernels when vLLM or SGLang starts; 0 leaves it to their first launch.",
 )
 workspace_mib = _knob(
     "workspace_mib",

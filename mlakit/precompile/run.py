@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlakit.dispatch import knobs, private
 from mlakit.dispatch.architectures import NUM_SMS, arch_name, is_amd
+from mlakit.formats import Format
 from mlakit.precompile.deployment import Deployment, deployment
 from mlakit.precompile.worker import Done, Task, Worker
 
@@ -49,7 +50,7 @@ def warmup(
     model: Any,
     *,
     heads: int | None = None,
-    format: str = "bf16",
+    format: Format = "bf16",
     page_size: int = 64,
     page_rows: int | None = None,
     dtype: str = "bf16",

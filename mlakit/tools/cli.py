@@ -506,7 +506,7 @@ def warmup(
             done = compile_kernels(
                 model,
                 heads=heads,
-                format=format,
+                format=format,  # type: ignore[arg-type]  # it is checked
                 page_size=page_size,
                 page_rows=page_rows,
                 dtype=dtype,

@@ -59,10 +59,12 @@ class DenseBackend(AttentionBackend):
 
     def _deployment(self, config: Any) -> dict[str, Any]:
         """Return what decides which kernels are launched, for `mlakit.warmup`."""
+        pool = self.token_to_kv_pool
+        rows = pool.get_key_buffer(getattr(pool, "start_layer", 0))
         return {
             "model": config.hf_config,
             "heads": config.num_attention_heads // seams.get_parallel().attn_tp_size,
-            "format": format_of_dtype(self.kv_cache_dtype),
+            "format": steps.wrap(calls.paged(rows, self.page_size), self.row, None).format,
             "page_size": self.page_size,
             "dtype": format_of_dtype(config.dtype),
             "max_context": self._longest,

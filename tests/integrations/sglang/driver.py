@@ -79,6 +79,8 @@ class Engine:
             qk_rope_head_dim=ROW.qk_rope_head_dim,
             qk_nope_head_dim=NOPE,
             hf_config=SimpleNamespace(**config),
+            num_attention_heads=128,
+            dtype=torch.bfloat16,
         )
         return SimpleNamespace(
             model_config=model_config,

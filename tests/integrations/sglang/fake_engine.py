@@ -113,6 +113,7 @@ class Settings(NamedTuple):
     """What a server was started with."""
 
     attn_dcp_size: int = 1
+    attn_tp_size: int = 8
     speculative_num_draft_tokens: int | None = None
     speculative_eagle_topk: int | None = None
     prefill_cp: bool = False
@@ -170,6 +171,7 @@ def install(monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None) -
     }
     assert names.keys() == seams.SEAMS.keys()
     version_is(monkeypatch, seams.RELEASES.run[-1])
+    monkeypatch.setenv("MLAKIT_WARMUP", "0")  # the model is none that has a config
     for name, path in ((name, seam.module) for name, seam in seams.SEAMS.items()):
         if path not in sys.modules or not hasattr(sys.modules[path], "is_fake"):
             module = ModuleType(path)

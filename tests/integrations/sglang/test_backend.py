@@ -335,3 +335,17 @@ def test_a_graph_decodes_with_other_requests_than_it_was_captured_with(cache, dr
         ]
         for out in results:
             check(out, static_q, rows, [drafts] * 4)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_deployment_that_is_compiled_for_is_found_in_the_engine(cache, monkeypatch):
+    engine = Engine(monkeypatch, LENGTHS, CPU, cache=cache)
+    given = engine.backend._deployment(engine.runner.model_config)
+    assert given.pop("model") is engine.runner.model_config.hf_config
+    assert given == {
+        "heads": 16,
+        "format": engine.rows.format,
+        "page_size": 64,
+        "dtype": "bf16",
+        "max_context": CONTEXT,
+    }
