@@ -32,6 +32,7 @@ class Deployment:
     max_context: int
     max_tokens: int  # new tokens of a step
     has_fp8_weights: bool
+    is_batch_invariant: bool  # engines' decode steps have no plan
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -59,7 +60,8 @@ def deployment(
     user: str,
     max_context: int | None,
     max_tokens: int,
-    has_fp8_weights: bool,
+    has_fp8_weights: bool = False,
+    is_batch_invariant: bool = False,
 ) -> Deployment:
     """Check the arguments of `warmup`; ValueError and TypeError name the one that is wrong."""
     dims = Dims("warmup")
@@ -86,4 +88,5 @@ def deployment(
         max_context=dims.integer("max_context", max_context, 1),
         max_tokens=dims.integer("max_tokens", max_tokens, 1),
         has_fp8_weights=has_fp8_weights,
+        is_batch_invariant=is_batch_invariant,
     )

@@ -118,7 +118,7 @@ def heads_major_queries(d: Deployment, user: User, tokens: int) -> Iterator[tupl
 
 
 def decode(d: Deployment, user: User) -> Iterator[Call]:
-    """Steps of one or a few queries per request, each with a plan made on the device."""
+    """Steps of one or a few queries per request, with a plan made on the device."""
     cache = latent_cache(d, scale_of(d, user))
 
     def run(batch: int, drafts: int, pages: int) -> None:
@@ -127,15 +127,17 @@ def decode(d: Deployment, user: User) -> Iterator[Call]:
         table, lens = integers(batch, pages), integers(batch)
         starts = integers(batch + 1) if several else None
         for q, q_rope in (*query_forms(d, user, tokens), *heads_major_queries(d, user, tokens)):
-            plan = plan_mla_decode(
-                cache,
-                table,
-                lens,
-                heads=q.shape[1],
-                num_tokens=tokens if several else None,
-                q_starts=starts,
-                dtype=q.dtype,
-            )
+            plan = None
+            if not d.is_batch_invariant:
+                plan = plan_mla_decode(
+                    cache,
+                    table,
+                    lens,
+                    heads=q.shape[1],
+                    num_tokens=tokens if several else None,
+                    q_starts=starts,
+                    dtype=q.dtype,
+                )
             mla_decode(
                 q,
                 cache,
@@ -146,6 +148,7 @@ def decode(d: Deployment, user: User) -> Iterator[Call]:
                 q_starts=starts,
                 softmax_scale=SCALE,
                 plan=plan,
+                deterministic=d.is_batch_invariant,
             )
 
     for batch in powers_of_two(MAX_BATCH):

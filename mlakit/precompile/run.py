@@ -58,6 +58,7 @@ def warmup(
     max_context: int | None = None,
     max_tokens: int = DEFAULT_TOKENS,
     has_fp8_weights: bool = False,
+    is_batch_invariant: bool = False,
     arch: str | int | None = None,
     num_sms: int | None = None,
     jobs: int | None = None,
@@ -75,6 +76,7 @@ def warmup(
     max_context      tokens of the longest request; None: the model's
     max_tokens       new tokens of a step
     has_fp8_weights  block-FP8 up-projections, for `steps`
+    is_batch_invariant  results of a request have the same bits in any batch, for engines
     arch             such as sm_90, for which no GPU is needed; None: the GPU of this machine
     num_sms          of that GPU; None: of a usual card
     jobs             processes; None: one per core
@@ -97,6 +99,7 @@ def warmup(
         max_context=max_context,
         max_tokens=max_tokens,
         has_fp8_weights=has_fp8_weights,
+        is_batch_invariant=is_batch_invariant,
     )
     if knobs.interpreted():
         raise WarmupError("TRITON_INTERPRET is set, so kernels are interpreted, not compiled")

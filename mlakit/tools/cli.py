@@ -488,6 +488,9 @@ def warmup(
     fp8_weights: bool = typer.Option(
         False, "--fp8-weights", help="Block-FP8 up-projections, for mlakit.steps."
     ),
+    batch_invariant: bool = typer.Option(
+        False, "--batch-invariant", help="An engine's batch-invariant mode."
+    ),
     jobs: int | None = typer.Option(None, min=1, help="Processes. Default: one per core."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a sentence."),
 ) -> None:
@@ -514,6 +517,7 @@ def warmup(
                 max_context=max_context,
                 max_tokens=max_tokens,
                 has_fp8_weights=fp8_weights,
+                is_batch_invariant=batch_invariant,
                 arch=arch,
                 num_sms=sms,
                 jobs=jobs,

@@ -105,4 +105,5 @@ def test_the_deployment_of_vllm_is_found_in_its_config(asked):
         "dtype": "bf16",
         "max_context": 4096,
         "max_tokens": 2048,
+        "is_batch_invariant": False,
     }

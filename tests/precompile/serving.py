@@ -147,8 +147,13 @@ class VllmEngine(Engine):
     def decode(self) -> None:
         batch, drafts = self.batch(), self.draw.choice([1, 1, 2, 3, 4])
         starts = self.starts([drafts] * batch)
-        made = vllm.decode_batch(self.block_table[:batch], self.seq_lens[:batch], starts, drafts)
-        tokens = batch * drafts
+        invariant = self.d.is_batch_invariant
+        table, lens = self.block_table[:batch], self.seq_lens[:batch]
+        padding = self.draw.choice([0, 0, 5])  # of a CUDA graph
+        tokens = batch * drafts + padding
+        made = vllm.decode_batch(
+            table, lens, starts, drafts, num_tokens=tokens, is_batch_invariant=invariant
+        )
         q: Any = self.queries(tokens)
         if self.d.format == "fp8":
             q = torch.empty(tokens, self.g.num_heads, self.g.row.width, dtype=E4M3)
@@ -319,6 +324,7 @@ def main(
     num_sms: str,
     longest: str,
     seeds: str,
+    mode: str = "",
 ) -> None:
     assert model in ("deepseek-v3", "deepseek-v3.2", "glm-5")
     number = int(arch)
@@ -332,7 +338,7 @@ def main(
         user=user,
         max_context=int(longest),
         max_tokens=8192,
-        has_fp8_weights=False,
+        is_batch_invariant=mode == "batch-invariant",
     )
     kind = {"vllm": VllmEngine, "sglang": SglangEngine}[user]
     with gpu(number, int(num_sms)) as served:

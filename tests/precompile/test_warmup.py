@@ -26,6 +26,7 @@ MORE_SERVED = (
     ("deepseek-v3", 128, "bf16", "sglang", 90, 132, 163_840, 20),
     ("deepseek-v3", 128, "fp8", "vllm", 90, 78, 8192, 20),
     ("deepseek-v3", 10, "bf16", "vllm", 90, 132, 5000, 20),
+    ("deepseek-v3", 16, "bf16", "vllm", 90, 132, 20_000, 20, "batch-invariant"),
     ("deepseek-v3.2", 16, "fp8_block128", "vllm", 90, 114, 163_840, 30),
     ("deepseek-v3.2", 128, "bf16", "vllm", 90, 132, 40_000, 20),
     ("glm-5", 8, "fp8_block128", "sglang", 90, 132, 202_752, 20),
@@ -75,7 +76,7 @@ from mlakit.precompile.deployment import deployment
 
 d = deployment(
     "deepseek-v3", heads=16, format="fp8_block128", page_size=64, page_rows=None, dtype="bf16",
-    user="steps", max_context=4096, max_tokens=4, has_fp8_weights=False,
+    user="steps", max_context=4096, max_tokens=4,
 )
 target = run.target_of("sm_90", None)
 tasks, known = run.missing(d, target)

@@ -101,6 +101,7 @@ def warm_up(kv_cache_spec: Any, layer_name: str, vllm_config: Any, device: Any) 
             "dtype": format_of_dtype(model.dtype),
             "max_context": model.max_model_len,
             "max_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+            "is_batch_invariant": bool(seams.batch_invariant),
         }
 
     compile_kernels("vllm", device, describe)
