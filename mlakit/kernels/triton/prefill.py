@@ -14,8 +14,8 @@ Lineage    own design; ideas: FlashAttention-2, with unmasked tiles before maske
 from __future__ import annotations
 
 from math import e, log2
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.arguments import PrefillArguments
 from mlakit.kernels.launch import launch, target
+from mlakit.kernels.triton.arguments import as_bytes, output_arguments, stride_of
 from mlakit.kernels.triton.configs import pick_prefill_config
 from mlakit.kernels.triton.primitives import (
     finish_softmax,
@@ -31,12 +32,13 @@ from mlakit.kernels.triton.primitives import (
     softmax_step,
     widen_e4m3,
 )
+from mlakit.model.masks import MaskTraits
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
-    q, k_nope, k_rope, v = (_as_bytes(each) for each in (a.q, a.k_nope, a.k_rope, a.v))
+    q, k_nope, k_rope, v = (as_bytes(each) for each in (a.q, a.k_nope, a.k_rope, a.v))
     q_starts, kv_starts, softmax_scale, mask = a.q_starts, a.kv_starts, a.softmax_scale, a.mask
-    alibi_slopes, sink, v_scale = a.alibi_slopes, a.sink, a.v_scale
+    v_scale = a.v_scale
     (tokens, heads, _), batch = q.shape, q_starts.shape[0] - 1
     if tokens == 0 or heads == 0 or batch == 0:
         return
@@ -55,62 +57,47 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     launch(
         _mla_prefill_kernel,
         (num_slots * heads,),
-        q,
-        k_nope,
-        k_rope,
-        v,
-        q_starts,
-        kv_starts,
-        a.q_scale,
-        a.k_scale,
-        v_scale,
-        alibi_slopes,
-        sink,
-        out,
-        lse,
         # a scale of 0 would turn the −inf of a hidden key into NaN
-        max(abs(softmax_scale) * log2(e), SMALLEST_SCALE),
-        mask.window,
-        batch,
-        heads,
-        num_slots,
-        *q.stride()[:2],
-        *k_nope.stride()[:2],
-        k_rope.stride(0),
-        *v.stride(),
-        *out.stride()[:2],
-        *lse.stride(),
-        q_starts.stride(0),
-        kv_starts.stride(0),
-        *((0, 0) if a.q_scale is None else a.q_scale.stride()),
-        0 if a.k_scale is None else a.k_scale.stride(0),
-        *((0, 0) if v_scale is None else v_scale.stride()),
-        0 if alibi_slopes is None else alibi_slopes.stride(0),
-        0 if sink is None else sink.stride(0),
-        MASK=mask.traits,
-        IS_NEGATIVE=softmax_scale < 0,
-        KEYS_PER_SCALE=a.keys_per_scale,
-        D_N=d_n,
-        D_R=d_r,
-        D_V=d_v,
-        BLOCK_A=d_a,
-        BLOCK_B=_padded(d_n - d_a),
-        BLOCK_R=_padded(d_r),
-        BLOCK_V=_padded(d_v),
-        BLOCK_Q=config.block_q,
-        BLOCK_K=config.block_k,
-        BLOCK_MASKED=config.block_masked,
-        HEAD_GROUP=config.head_group,
-        STAGES=config.num_stages,
-        HAS_FP8=device.has_fp8,
+        scale_log2=max(abs(softmax_scale) * log2(e), SMALLEST_SCALE),
+        window=mask.window,
+        num_requests=batch,
+        heads=heads,
+        num_slots=num_slots,
+        stride_lse_token=lse.stride(0),
+        stride_q_scale_token=stride_of(a.q_scale, 0),
+        stride_v_scale_token=stride_of(v_scale, 0),
+        queries=QueryArguments(q, a.q_scale, *q.stride()[:2], stride_of(a.q_scale, 1)),
+        keys=KeyArguments(
+            *(k_nope, k_rope, a.k_scale),
+            *(*k_nope.stride()[:2], k_rope.stride(0), stride_of(a.k_scale, 0)),
+        ),
+        values=ValueArguments(v, v_scale, *v.stride(), stride_of(v_scale, 1)),
+        starts=StartArguments(q_starts, kv_starts, *q_starts.stride(), *kv_starts.stride()),
+        alibi=AlibiArguments(a.alibi_slopes, stride_of(a.alibi_slopes, 0)),
+        outputs=output_arguments(out, lse, sink=a.sink),
+        TRAITS=Traits(
+            MASK=mask.traits,
+            IS_NEGATIVE=softmax_scale < 0,
+            KEYS_PER_SCALE=a.keys_per_scale,
+            D_N=d_n,
+            D_R=d_r,
+            D_V=d_v,
+            HAS_FP8=device.has_fp8,
+        ),
+        TILES=Tiles(
+            A=d_a,
+            B=_padded(d_n - d_a),
+            R=_padded(d_r),
+            V=_padded(d_v),
+            Q=config.block_q,
+            K=config.block_k,
+            MASKED=config.block_masked,
+            HEAD_GROUP=config.head_group,
+            STAGES=config.num_stages,
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """e4m3 as uint8: GPUs below sm_89 have no such type."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _power_of_two_below(n: int) -> int:
@@ -123,81 +110,153 @@ def _padded(width: int) -> int:
     return max(triton.next_power_of_2(width), 16) if width > 0 else 0
 
 
+class QueryArguments(NamedTuple):
+    """The queries; e4m3 is uint8 here and below."""
+
+    q: Tensor  # [tokens, heads, D_N + D_R]
+    scale: Tensor | None  # [tokens, heads] float32
+    stride_token: int
+    stride_head: int
+    stride_scale_head: int
+
+
+class KeyArguments(NamedTuple):
+    """The keys."""
+
+    nope: Tensor  # [keys, heads, D_N]
+    rope: Tensor  # [keys, D_R]
+    scale: Tensor | None  # [keys] or [keys // KEYS_PER_SCALE + batch] float32
+    stride_token: int
+    stride_head: int
+    stride_rope_token: int
+    stride_scale: int
+
+
+class ValueArguments(NamedTuple):
+    """The values."""
+
+    v: Tensor  # [keys, heads, D_V]
+    scale: Tensor | None  # [keys, heads] or [keys // KEYS_PER_SCALE + batch, heads] float32
+    stride_token: int
+    stride_head: int
+    stride_column: int
+    stride_scale_head: int
+
+
+class StartArguments(NamedTuple):
+    """The places where the queries and the keys of each request start, [batch + 1]."""
+
+    q_starts: Tensor
+    kv_starts: Tensor
+    stride_q_starts: int
+    stride_kv_starts: int
+
+
+class AlibiArguments(NamedTuple):
+    """The slopes of a bias by distance."""
+
+    slopes: Tensor | None  # [heads] float32
+    stride: int
+
+
+class Traits(NamedTuple):
+    """The problem that the kernel is compiled for."""
+
+    MASK: MaskTraits
+    IS_NEGATIVE: bool  # the scale is −scale_log2
+    KEYS_PER_SCALE: int
+    D_N: int
+    D_R: int
+    D_V: int
+    HAS_FP8: bool
+
+
+class Tiles(NamedTuple):
+    """The tiles that the kernel is compiled for."""
+
+    A: int  # the first columns of D_N, a power of two of them
+    B: int  # the others, 0 or rounded up to a power of two
+    R: int  # rotated columns
+    V: int  # columns of values
+    Q: int  # queries
+    K: int  # keys
+    MASKED: int  # keys where the mask is applied
+    HEAD_GROUP: int
+    STAGES: int
+
+
+class QueryTile(NamedTuple):
+    """The queries of a program, in the kernel."""
+
+    a: tl.tensor  # [Q, A]
+    b: tl.tensor
+    r: tl.tensor
+    scale: tl.tensor | None  # [Q]
+
+
+class RequestKeys(NamedTuple):
+    """Pointers to the first key of a request, in the kernel."""
+
+    nope: tl.tensor
+    rope: tl.tensor
+    scale: tl.tensor | None
+
+
+class ResultRows(NamedTuple):
+    """The stored results of some queries, in the kernel; each sees the keys [first, last)."""
+
+    out: tl.tensor  # pointers [Q]
+    is_query: tl.tensor
+    denominator: tl.tensor
+    first: tl.tensor
+    last: tl.tensor
+
+
 # differ from call to call: specialised, each would compile further kernels
 VARYING = [
-    "window", "batch", "heads", "num_slots", "stride_q_starts", "stride_kv_starts", "stride_slopes",
-    "stride_sink", "stride_lse_token", "stride_lse_head", "stride_qs_token", "stride_qs_head",
-    "stride_ks", "stride_vs_token", "stride_vs_head",
-]  # fmt: skip
+    *("window", "num_requests", "heads", "num_slots", "stride_lse_token"),
+    *("stride_q_scale_token", "stride_v_scale_token"),
+]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _mla_prefill_kernel(
-    q,  # [tokens, heads, D_N + D_R]
-    k_nope,  # [keys, heads, D_N]
-    k_rope,  # [keys, D_R]
-    v,  # [keys, heads, D_V]
-    q_starts,  # [batch + 1]
-    kv_starts,  # [batch + 1]
-    q_scale,  # [tokens, heads] float32 or None
-    k_scale,  # [keys] or [keys // KEYS_PER_SCALE + batch] float32, or None
-    v_scale,  # [keys, heads] or [keys // KEYS_PER_SCALE + batch, heads] float32, or None
-    alibi_slopes,  # [heads] float32 or None
-    sink,  # [heads] float32 or None
-    out,  # [tokens, heads, D_V]
-    lse,  # [tokens, heads] float32
     scale_log2,
     window,
-    batch,
+    num_requests,
     heads,
     num_slots,
-    stride_q_token,
-    stride_q_head,
-    stride_kn_token,
-    stride_kn_head,
-    stride_kr_token,
-    stride_v_token,
-    stride_v_head,
-    stride_v_column,
-    stride_out_token,
-    stride_out_head,
     stride_lse_token,
-    stride_lse_head,
-    stride_q_starts,
-    stride_kv_starts,
-    stride_qs_token,
-    stride_qs_head,
-    stride_ks,
-    stride_vs_token,
-    stride_vs_head,
-    stride_slopes,
-    stride_sink,
-    MASK: tl.constexpr,  # `MaskTraits`
-    IS_NEGATIVE: tl.constexpr,  # the scale is −scale_log2
-    KEYS_PER_SCALE: tl.constexpr,
-    D_N: tl.constexpr,
-    D_R: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_A: tl.constexpr,  # the first columns of D_N, a power of two of them
-    BLOCK_B: tl.constexpr,  # the others, 0 or rounded up to a power of two
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_MASKED: tl.constexpr,  # keys per iteration where the mask is applied
-    HEAD_GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_FP8: tl.constexpr,
+    stride_q_scale_token,
+    stride_v_scale_token,
+    queries,  # `QueryArguments`
+    keys,  # `KeyArguments`
+    values,  # `ValueArguments`
+    starts,  # `StartArguments`
+    alibi,  # `AlibiArguments`
+    outputs,  # `OutputArguments`
+    TRAITS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    head, slot = _head_and_slot(tl.program_id(0), heads, num_slots, HEAD_GROUP)
-    request = _request_of(slot, q_starts, stride_q_starts, batch, BLOCK_Q)
-    q_start = tl.load(q_starts + request * stride_q_starts).to(tl.int32)
-    q_len = tl.load(q_starts + (request + 1) * stride_q_starts).to(tl.int32) - q_start
+    MASK: tl.constexpr = TRAITS.MASK
+    KEYS_PER_SCALE: tl.constexpr = TRAITS.KEYS_PER_SCALE
+    D_V: tl.constexpr = TRAITS.D_V
+    HAS_FP8: tl.constexpr = TRAITS.HAS_FP8
+    BLOCK_V: tl.constexpr = TILES.V
+    BLOCK_Q: tl.constexpr = TILES.Q
+    BLOCK_K: tl.constexpr = TILES.K
+    BLOCK_MASKED: tl.constexpr = TILES.MASKED
+    STAGES: tl.constexpr = TILES.STAGES
+    head, slot = _head_and_slot(tl.program_id(0), heads, num_slots, TILES.HEAD_GROUP)
+    request = _request_of(slot, starts, num_requests, BLOCK_Q)
+    q_start = tl.load(starts.q_starts + request * starts.stride_q_starts).to(tl.int32)
+    q_end = tl.load(starts.q_starts + (request + 1) * starts.stride_q_starts).to(tl.int32)
+    q_len = q_end - q_start
     first_query = (slot - _first_slot(request, q_start, BLOCK_Q)) * BLOCK_Q
     if first_query >= q_len:
         return
-    kv_start = tl.load(kv_starts + request * stride_kv_starts).to(tl.int64)
-    kv_end = tl.load(kv_starts + (request + 1) * stride_kv_starts).to(tl.int64)
+    kv_start = tl.load(starts.kv_starts + request * starts.stride_kv_starts).to(tl.int64)
+    kv_end = tl.load(starts.kv_starts + (request + 1) * starts.stride_kv_starts).to(tl.int64)
     kv_len = (kv_end - kv_start).to(tl.int32)
     offset = kv_len - q_len  # of a query's position from its index
     last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
@@ -215,30 +274,33 @@ def _mla_prefill_kernel(
     position = offset + query  # [BLOCK_Q]
     is_query = query < q_len
     token = (q_start + query).to(tl.int64)
-    q_rows = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
-    q_a, q_b, q_r = _load_tiles(
-        q_rows, q_rows, is_query, True, D_N, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R, HAS_FP8
-    )
-    if IS_NEGATIVE:
+    q_rows = queries.q + token * queries.stride_token + head.to(tl.int64) * queries.stride_head
+    q_a, q_b, q_r = _load_tiles(q_rows, q_rows, is_query, True, TRAITS.D_N, TRAITS, TILES)
+    if TRAITS.IS_NEGATIVE:
         q_a, q_b, q_r = -q_a, -q_b, -q_r
     row_scale = None
-    if q_scale is not None:
-        q_scale += head.to(tl.int64) * stride_qs_head
-        row_scale = tl.load(q_scale + token * stride_qs_token, mask=is_query, other=0.0)
+    if queries.scale is not None:
+        scale_at = queries.scale + head.to(tl.int64) * queries.stride_scale_head
+        row_scale = tl.load(scale_at + token * stride_q_scale_token, mask=is_query, other=0.0)
     slope = 0.0
-    if alibi_slopes is not None:
-        slope = tl.load(alibi_slopes + head * stride_slopes) * 1.4426950408889634  # log2(e)
+    if alibi.slopes is not None:
+        slope = tl.load(alibi.slopes + head * alibi.stride) * 1.4426950408889634  # log2(e)
 
-    k_nope += kv_start * stride_kn_token + head.to(tl.int64) * stride_kn_head
-    k_rope += kv_start * stride_kr_token
+    k_nope = keys.nope + (kv_start * keys.stride_token + head.to(tl.int64) * keys.stride_head)
+    k_rope = keys.rope + kv_start * keys.stride_rope_token
     first_scale = kv_start
     if KEYS_PER_SCALE > 1:
         first_scale = kv_start // KEYS_PER_SCALE + request
-    if k_scale is not None:
-        k_scale += first_scale * stride_ks
-    if v_scale is not None:
-        v_scale += first_scale * stride_vs_token + head.to(tl.int64) * stride_vs_head
-    v += kv_start * stride_v_token + head.to(tl.int64) * stride_v_head
+    k_scale = None
+    if keys.scale is not None:
+        k_scale = keys.scale + first_scale * keys.stride_scale
+    v_scale = None
+    if values.scale is not None:
+        token_at = first_scale * stride_v_scale_token
+        v_scale = values.scale + (token_at + head.to(tl.int64) * values.stride_scale_head)
+    v = values.v + (kv_start * values.stride_token + head.to(tl.int64) * values.stride_head)
+    query_tile = QueryTile(q_a, q_b, q_r, row_scale)
+    request_keys = RequestKeys(k_nope, k_rope, k_scale)
 
     row_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
@@ -246,28 +308,23 @@ def _mla_prefill_kernel(
     tile = tl.arange(0, BLOCK_K)
     for start in tl.range(full_first, full_last, BLOCK_K, num_stages=STAGES):
         key = start + tile
-        scores = _scores(
-            q_a, q_b, q_r, k_nope, k_rope, row_scale, k_scale, key, tile >= 0, False,
-            stride_kn_token, stride_kr_token, stride_ks, KEYS_PER_SCALE, D_N, D_R, BLOCK_A, BLOCK_B,
-            BLOCK_R, HAS_FP8,
-        )  # fmt: skip
-        if alibi_slopes is not None:
+        is_key = tile >= 0
+        scores = _scores(query_tile, request_keys, keys, key, is_key, False, TRAITS, TILES)
+        if alibi.slopes is not None:
             scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
             probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         else:
             probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
-        values = _load_rows(
-            v + key.to(tl.int64) * stride_v_token, tile >= 0, False, 0, D_V, BLOCK_V, HAS_FP8,
-            stride_v_column,
-        )  # fmt: skip
+        v_rows = v + key.to(tl.int64) * values.stride_token
+        columns = _load_rows(v_rows, is_key, False, 0, D_V, BLOCK_V, HAS_FP8, values.stride_column)
         if v_scale is not None:
             scale = (key // KEYS_PER_SCALE).to(tl.int64)
-            probs *= tl.load(v_scale + scale * stride_vs_token)[None, :]
+            probs *= tl.load(v_scale + scale * stride_v_scale_token)[None, :]
         acc = acc * rescale[:, None]
-        acc = tl.dot(probs.to(values.dtype), values, acc, input_precision="ieee")
+        acc = tl.dot(probs.to(columns.dtype), columns, acc, input_precision="ieee")
 
     # computed again, with an opaque zero: kept through the loop, they would take registers
-    query = first_query + tl.where(batch < 0, 1, 0) + tl.arange(0, BLOCK_Q)
+    query = first_query + tl.where(num_requests < 0, 1, 0) + tl.arange(0, BLOCK_Q)
     position = offset + query
     is_query = query < q_len
     token = (q_start + query).to(tl.int64)
@@ -281,53 +338,48 @@ def _mla_prefill_kernel(
         # keys that no query of the tile sees are not read
         is_key = (key >= any_first) & (key < any_last)
         visible = (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None])
-        scores = _scores(
-            q_a, q_b, q_r, k_nope, k_rope, row_scale, k_scale, key, is_key, True,
-            stride_kn_token, stride_kr_token, stride_ks, KEYS_PER_SCALE, D_N, D_R, BLOCK_A, BLOCK_B,
-            BLOCK_R, HAS_FP8,
-        )  # fmt: skip
-        if alibi_slopes is not None:
+        scores = _scores(query_tile, request_keys, keys, key, is_key, True, TRAITS, TILES)
+        if alibi.slopes is not None:
             scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
             scores = tl.where(visible, scores, -float("inf"))
             probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         else:
             scores = tl.where(visible, scores, -float("inf"))
             probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
-        rows = v + key.to(tl.int64) * stride_v_token
-        values = _load_rows(rows, is_key, True, 0, D_V, BLOCK_V, HAS_FP8, stride_v_column)
-        is_value_finite = is_finite(values)
+        v_rows = v + key.to(tl.int64) * values.stride_token
+        columns = _load_rows(v_rows, is_key, True, 0, D_V, BLOCK_V, HAS_FP8, values.stride_column)
+        is_value_finite = is_finite(columns)
         if v_scale is not None:
             scale = (key // KEYS_PER_SCALE).to(tl.int64)
-            scales = tl.load(v_scale + scale * stride_vs_token, mask=is_key, other=0.0)
+            scales = tl.load(v_scale + scale * stride_v_scale_token, mask=is_key, other=0.0)
             is_scale_finite = is_finite(scales)
             is_value_finite &= is_scale_finite[:, None]
             probs *= tl.where(is_scale_finite, scales, 0.0)[None, :]
         all_finite &= tl.min(is_value_finite.to(tl.int32))
         acc = acc * rescale[:, None]
         # 0 · NaN is NaN: values that are not finite are left out here and added in the end
-        values = tl.where(is_value_finite, values, 0.0)
-        acc = tl.dot(probs.to(values.dtype), values, acc, input_precision="ieee")
+        columns = tl.where(is_value_finite, columns, 0.0)
+        acc = tl.dot(probs.to(columns.dtype), columns, acc, input_precision="ieee")
 
     sink_log2 = None
-    if sink is not None:
-        sink_log2 = tl.load(sink + head * stride_sink) * 1.4426950408889634  # log2(e)
+    if outputs.sink is not None:
+        sink_log2 = tl.load(outputs.sink + head * outputs.stride_sink) * 1.4426950408889634
     denominator, row_lse = finish_softmax(row_max, row_sum, sink_log2)
     column = tl.arange(0, BLOCK_V)
-    out_rows = out + token * stride_out_token + head.to(tl.int64) * stride_out_head
+    head64 = head.to(tl.int64)
+    out_rows = outputs.out + token * outputs.stride_out_token + head64 * outputs.stride_out_head
     tl.store(
         out_rows[:, None] + column[None, :],
-        (acc / denominator[:, None]).to(out.dtype.element_ty),
+        (acc / denominator[:, None]).to(outputs.out.dtype.element_ty),
         mask=is_query[:, None] & (column < D_V)[None, :],
     )
-    lse_rows = lse + token * stride_lse_token + head.to(tl.int64) * stride_lse_head
+    lse_rows = outputs.lse + token * stride_lse_token + head64 * outputs.stride_lse_head
     tl.store(lse_rows, row_lse, mask=is_query)
 
     if all_finite == 0:
         tl.debug_barrier()  # out is read back, also where other threads wrote it
-        _add_non_finite(
-            out_rows, is_query, denominator, first, last, v, v_scale, any_first, any_last,
-            stride_v_token, stride_v_column, stride_vs_token, KEYS_PER_SCALE, D_V, BLOCK_Q, HAS_FP8,
-        )  # fmt: skip
+        rows = ResultRows(out_rows, is_query, denominator, first, last)
+        _add_non_finite(rows, any_first, any_last, v, v_scale, stride_v_scale_token, values, TRAITS)
 
 
 @triton.jit
@@ -351,13 +403,13 @@ def _first_slot(request, q_start, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _request_of(slot, q_starts, stride, batch, BLOCK_Q: tl.constexpr):
+def _request_of(slot, starts, num_requests, BLOCK_Q: tl.constexpr):
     """The last request whose first slot is not above `slot`, by bisection."""
     low = 0
-    high = batch
+    high = num_requests
     while high - low > 1:
         middle = (low + high) // 2
-        q_start = tl.load(q_starts + middle * stride).to(tl.int32)
+        q_start = tl.load(starts.q_starts + middle * starts.stride_q_starts).to(tl.int32)
         is_above = _first_slot(middle, q_start, BLOCK_Q) > slot
         low = tl.where(is_above, low, middle)
         high = tl.where(is_above, middle, high)
@@ -397,14 +449,16 @@ def _load_tiles(
     is_row,
     MASKED: tl.constexpr,
     ROPE_AT: tl.constexpr,  # the first rotated column of rope_rows
-    D_N: tl.constexpr,
-    D_R: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    HAS_FP8: tl.constexpr,
+    TRAITS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """The columns of rows in three tiles; a tile without columns is an unused number."""
+    D_N: tl.constexpr = TRAITS.D_N
+    D_R: tl.constexpr = TRAITS.D_R
+    HAS_FP8: tl.constexpr = TRAITS.HAS_FP8
+    BLOCK_A: tl.constexpr = TILES.A
+    BLOCK_B: tl.constexpr = TILES.B
+    BLOCK_R: tl.constexpr = TILES.R
     a = _load_rows(nope_rows, is_row, MASKED, 0, D_N, BLOCK_A, HAS_FP8)
     b = 0.0
     if BLOCK_B > 0:
@@ -417,65 +471,38 @@ def _load_tiles(
 
 @triton.jit
 def _scores(
-    q_a,
-    q_b,
-    q_r,
-    k_nope,
-    k_rope,
-    row_scale,  # [BLOCK_Q] or None
-    k_scale,
+    query_tile,
+    request_keys,
+    keys,
     key,  # [BLOCK_K]
     is_key,
     MASKED: tl.constexpr,
-    stride_kn_token,
-    stride_kr_token,
-    stride_ks,
-    KEYS_PER_SCALE: tl.constexpr,
-    D_N: tl.constexpr,
-    D_R: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    HAS_FP8: tl.constexpr,
+    TRAITS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """q·k [BLOCK_Q, BLOCK_K] float32, without softmax_scale."""
     wide = key.to(tl.int64)
-    k_a, k_b, k_r = _load_tiles(
-        k_nope + wide * stride_kn_token, k_rope + wide * stride_kr_token,
-        is_key, MASKED, 0, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R, HAS_FP8,
-    )  # fmt: skip
-    scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
-    if BLOCK_B > 0:
-        scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision="ieee")
-    if BLOCK_R > 0:
-        scores = tl.dot(q_r, tl.trans(k_r), scores, input_precision="ieee")
-    if row_scale is not None:
-        scores *= row_scale[:, None]
-    if k_scale is not None:
-        scale = (key // KEYS_PER_SCALE).to(tl.int64)
-        scales = tl.load(k_scale + scale * stride_ks, mask=is_key, other=0.0)
+    nope_rows = request_keys.nope + wide * keys.stride_token
+    rope_rows = request_keys.rope + wide * keys.stride_rope_token
+    k_a, k_b, k_r = _load_tiles(nope_rows, rope_rows, is_key, MASKED, 0, TRAITS, TILES)
+    scores = tl.dot(query_tile.a, tl.trans(k_a), input_precision="ieee")
+    if TILES.B > 0:
+        scores = tl.dot(query_tile.b, tl.trans(k_b), scores, input_precision="ieee")
+    if TILES.R > 0:
+        scores = tl.dot(query_tile.r, tl.trans(k_r), scores, input_precision="ieee")
+    if query_tile.scale is not None:
+        scores *= query_tile.scale[:, None]
+    if request_keys.scale is not None:
+        scale = (key // TRAITS.KEYS_PER_SCALE).to(tl.int64)
+        scales_at = request_keys.scale + scale * keys.stride_scale
+        scales = tl.load(scales_at, mask=is_key, other=0.0)
         scores *= scales[None, :]
     return scores
 
 
 @triton.jit
 def _add_non_finite(
-    out_rows,  # [BLOCK_Q] pointers
-    is_query,  # [BLOCK_Q]
-    denominator,  # [BLOCK_Q]
-    first,  # [BLOCK_Q]: query i sees the keys [first, last)
-    last,
-    v,
-    v_scale,
-    any_first,
-    any_last,
-    stride_v_token,
-    stride_v_column,
-    stride_vs_token,
-    KEYS_PER_SCALE: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    HAS_FP8: tl.constexpr,
+    rows, any_first, any_last, v, v_scale, stride_v_scale_token, values, TRAITS: tl.constexpr
 ):
     """Add the values that are not finite to the stored results of the queries that see them.
 
@@ -483,21 +510,28 @@ def _add_non_finite(
     is rare and slow. It works in memory, so that the usual case needs no registers for it.
     """
     COLUMNS: tl.constexpr = 16
+    D_V: tl.constexpr = TRAITS.D_V
+    KEYS_PER_SCALE: tl.constexpr = TRAITS.KEYS_PER_SCALE
+    BLOCK_Q: tl.constexpr = rows.is_query.shape[0]
     for start in tl.range(0, D_V, COLUMNS, num_stages=1):
         column = start + tl.arange(0, COLUMNS)
         special = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
         for i in tl.range(0, any_last - any_first, num_stages=1):
             key = any_first + i
-            row = v + key.to(tl.int64) * stride_v_token
-            value = tl.load(row + column * stride_v_column, mask=column < D_V, other=0)
+            value_row = v + key.to(tl.int64) * values.stride_token
+            is_column = column < D_V
+            value = tl.load(value_row + column * values.stride_column, mask=is_column, other=0)
             if value.dtype == tl.uint8:
-                value = widen_e4m3(value, tl.bfloat16, HAS_FP8)
+                value = widen_e4m3(value, tl.bfloat16, TRAITS.HAS_FP8)
             value = value.to(tl.float32)
             if v_scale is not None:
-                value *= tl.load(v_scale + (key // KEYS_PER_SCALE).to(tl.int64) * stride_vs_token)
-            counts = ((key >= first) & (key < last))[:, None] & ~is_finite(value)[None, :]
-            special += tl.where(counts, value[None, :] / denominator[:, None], 0.0)
-        pointers = out_rows[:, None] + column[None, :]
-        inside = is_query[:, None] & (column < D_V)[None, :]
+                scale = (key // KEYS_PER_SCALE).to(tl.int64)
+                value *= tl.load(v_scale + scale * stride_v_scale_token)
+            is_added = ((key >= rows.first) & (key < rows.last))[:, None] & ~is_finite(value)[
+                None, :
+            ]
+            special += tl.where(is_added, value[None, :] / rows.denominator[:, None], 0.0)
+        pointers = rows.out[:, None] + column[None, :]
+        inside = rows.is_query[:, None] & (column < D_V)[None, :]
         written = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-        tl.store(pointers, (written + special).to(out_rows.dtype.element_ty), mask=inside)
+        tl.store(pointers, (written + special).to(rows.out.dtype.element_ty), mask=inside)
