@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mlakit.dispatch.autocast import without_autocast
 from mlakit.model.masks import CAUSAL, Mask
+from mlakit.reference.requests import empty_results, readable_rows, visible_keys
 from mlakit.reference.softmax import attention_weights
 
 
@@ -60,4 +61,41 @@ def mla_decode(
             weights, lse[token] = attention_weights(score * softmax_scale, sink, weights_dtype)
             out[token] = weights @ attended[:, :v_width]
             token += 1
+    return out, lse
+
+
+@without_autocast
+def mla_decode_batched(
+    q: Tensor,
+    rows: Sequence[Tensor],
+    q_lens: Sequence[int],
+    *,
+    softmax_scale: float,
+    v_width: int,
+    mask: Mask = CAUSAL,
+    sink: Tensor | None = None,
+    key_positions: Sequence[Tensor] | None = None,
+    query_positions: Sequence[Tensor] | None = None,
+    products: Callable[[int, int, Tensor], Tensor] | None = None,
+    weights_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode` of all queries of a request at once."""
+    out, lse = empty_results(q, v_width, dtype)
+    token = 0
+    for request, (cached, q_len) in enumerate(zip(rows, q_lens, strict=True)):
+        visible = visible_keys(mask, q_len, len(cached), q.device)
+        if key_positions is not None and query_positions is not None:
+            visible = mask.visible(query_positions[request], key_positions[request])
+        own, keys = slice(token, token + q_len), readable_rows(cached.to(dtype), visible)
+        if products is None:
+            scores = torch.einsum("qhd,kd->qhk", q[own].to(dtype), keys)
+        else:
+            scores = q.new_empty(q_len, q.shape[1], len(cached), dtype=dtype)
+            for i in range(q_len):
+                scores[i] = products(token + i, request, torch.ones_like(visible[i]))
+        scores = (scores * softmax_scale).masked_fill(~visible[:, None], -torch.inf)
+        weights, lse[own] = attention_weights(scores, sink, weights_dtype)
+        out[own] = torch.einsum("qhk,kd->qhd", weights, keys[:, :v_width])
+        token += q_len
     return out, lse

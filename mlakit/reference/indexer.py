@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mlakit.dispatch.autocast import without_autocast
 from mlakit.model.masks import CAUSAL, Mask
+from mlakit.reference.requests import readable_rows, visible_keys
 
 
 @without_autocast
@@ -102,3 +103,80 @@ def indexer_select(
 def _rank(logit: float) -> tuple[bool, float]:
     """Sort key, best first; `sorted` is stable, so ties keep their order."""
     return (False, 0.0) if isnan(logit) else (True, -logit)
+
+
+@without_autocast
+def indexer_logits_batched(
+    q: Tensor,
+    weights: Tensor,
+    keys: Sequence[Tensor],
+    q_lens: Sequence[int],
+    *,
+    mask: Mask = CAUSAL,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """`indexer_logits` of all queries of a request at once."""
+    longest = max(map(len, keys), default=0)
+    logits = torch.full((len(q), longest), -torch.inf, dtype=dtype, device=q.device)
+    token = 0
+    for request, q_len in zip(keys, q_lens, strict=True):
+        own = slice(token, token + q_len)
+        visible = visible_keys(mask, q_len, len(request), q.device)
+        rows = readable_rows(request.to(dtype), visible)
+        dots = torch.einsum("qhd,kd->qhk", q[own].to(dtype), rows).relu()
+        scores = torch.einsum("qh,qhk->qk", weights[own].to(dtype), dots)
+        logits[own, : len(request)] = scores.masked_fill(~visible, -torch.inf)
+        token += q_len
+    return logits
+
+
+@without_autocast
+def indexer_topk_batched(
+    logits: Tensor,
+    k: int,
+    *,
+    row_starts: Sequence[int] | Tensor | None = None,
+    row_ends: Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """`indexer_topk` of all rows at once."""
+    tokens, columns = logits.shape
+    column = torch.arange(columns, device=logits.device)
+    first = logits.new_zeros(tokens, 1, dtype=torch.int64)
+    if row_starts is not None:
+        first = torch.as_tensor(row_starts, dtype=torch.int64, device=logits.device)[:, None]
+        logits = logits.masked_fill(column < first, -torch.inf)
+    if row_ends is not None:
+        last = torch.as_tensor(row_ends, dtype=torch.int64, device=logits.device)[:, None]
+        logits = logits.masked_fill(column >= last, -torch.inf)
+    # a stable sort keeps equal logits in the order of columns, and puts NaN first
+    ordered, order = logits.sort(dim=1, descending=True, stable=True)
+    found = ordered[:, :k] != -torch.inf
+    best = torch.where(found, order[:, :k], columns).sort(dim=1).values
+    selected = logits.new_full((tokens, k), -1, dtype=torch.int32)
+    selected[:, : best.shape[1]] = torch.where(best < columns, best - first, -1).int()
+    return selected
+
+
+@without_autocast
+def indexer_select_batched(
+    q: Tensor,
+    weights: Tensor,
+    keys: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    q_lens: Sequence[int],
+    k: int,
+    *,
+    mask: Mask = CAUSAL,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """`indexer_select` of all queries of a request at once."""
+    logits = indexer_logits_batched(q, weights, keys, q_lens, mask=mask, dtype=dtype)
+    selected = indexer_topk_batched(logits, k)
+    token = 0
+    for own, q_len in zip(slots, q_lens, strict=True):
+        columns = selected[token : token + q_len]
+        if len(own):
+            rows = own[columns.clamp_min(0).long()].to(columns)
+            selected[token : token + q_len] = torch.where(columns >= 0, rows, -1)
+        token += q_len
+    return selected

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mlakit.dispatch.autocast import without_autocast
 from mlakit.model.masks import CAUSAL, Mask
+from mlakit.reference.requests import empty_results, readable_rows, visible_keys
 from mlakit.reference.softmax import attention_weights
 
 
@@ -102,3 +103,50 @@ def alibi_slopes(num_heads: int) -> Tensor:
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2.0 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
     return torch.tensor(slopes[:num_heads], dtype=torch.float64, device="cpu")
+
+
+@without_autocast
+def mla_prefill_batched(
+    q: Tensor,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    q_starts: Sequence[int],
+    kv_starts: Sequence[int],
+    *,
+    softmax_scale: float,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    keys_per_scale: int = 1,
+    mask: Mask = CAUSAL,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    weights_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """`mla_prefill` of all queries of a request at once."""
+    k_scale = scales_of_keys(k_scale, kv_starts, keys_per_scale)
+    v_scale = scales_of_keys(v_scale, kv_starts, keys_per_scale)
+    q, v = scaled(q, q_scale, dtype), scaled(v, v_scale, dtype)
+    k_nope = scaled(k_nope, None if k_scale is None else k_scale[:, None], dtype)
+    k_rope = scaled(k_rope, k_scale, dtype)
+    out, lse = empty_results(q, v.shape[-1], dtype)
+    for own, rows in zip(_slices(q_starts), _slices(kv_starts), strict=True):
+        shared = k_rope[rows, None].expand(-1, q.shape[1], -1)
+        keys = torch.cat([k_nope[rows], shared], dim=-1)
+        visible = visible_keys(mask, len(q[own]), len(keys), q.device)
+        keys, values = readable_rows(keys, visible), readable_rows(v[rows], visible)
+        scores = torch.einsum("qhd,khd->qhk", q[own], keys) * softmax_scale
+        if alibi_slopes is not None:
+            position = torch.arange(len(q[own]), device=q.device) + len(keys) - len(q[own])
+            distance = torch.arange(len(keys), device=q.device) - position[:, None]
+            scores = scores + alibi_slopes.to(dtype)[:, None] * distance.to(dtype)[:, None]
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        weights, lse[own] = attention_weights(scores, sink, weights_dtype)
+        out[own] = torch.einsum("qhk,khd->qhd", weights, values)
+    return out, lse
+
+
+def _slices(starts: Sequence[int]) -> list[slice]:
+    return [slice(first, last) for first, last in pairwise(starts)]

@@ -58,3 +58,41 @@ def _selected(pool: Tensor, rows: Tensor, topk_lens: Lengths | None, token: int)
     length = rows.shape[1] if topk_lens is None else max(int(topk_lens[token]), 0)
     selected = rows[token, :length].long()
     return pool[selected[(selected >= 0) & (selected < pool.shape[0])]]
+
+
+@without_autocast
+def sparse_mla_batched(
+    q: Tensor,
+    pool: Tensor,
+    rows: Tensor,
+    *,
+    softmax_scale: float,
+    v_width: int,
+    topk_lens: Lengths | None = None,
+    sink: Tensor | None = None,
+    extra: tuple[Tensor, Tensor, Lengths | None] | None = None,
+    weights_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sparse_mla` of all queries of a request at once."""
+    lists = [(pool, rows, topk_lens)] if extra is None else [(pool, rows, topk_lens), extra]
+    parts = [_listed(*each) for each in lists]
+    listed, is_valid = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+    listed = listed.to(dtype)
+    scores = (q.to(dtype) @ listed.mT * softmax_scale).masked_fill(~is_valid[:, None], -torch.inf)
+    weights, lse = attention_weights(scores, sink, weights_dtype)
+    max_logits = scores.amax(-1) if listed.shape[1] else lse
+    return weights @ listed[..., :v_width], lse, max_logits
+
+
+def _listed(pool: Tensor, rows: Tensor, lens: Lengths | None) -> tuple[Tensor, Tensor]:
+    """([tokens, topk, width] the listed rows, 0 for invalid entries; bool [tokens, topk])."""
+    slots = rows.long()
+    is_valid = (slots >= 0) & (slots < len(pool))
+    if lens is not None:
+        ends = torch.as_tensor(lens, dtype=torch.int64, device=pool.device)[:, None]
+        is_valid &= torch.arange(slots.shape[1], device=pool.device) < ends
+    if not len(pool):
+        return pool.new_zeros(*slots.shape, pool.shape[1]), is_valid
+    listed = pool[torch.where(is_valid, slots, 0)]
+    return listed.masked_fill(~is_valid[..., None], 0.0), is_valid
