@@ -7,7 +7,7 @@ each multiple of 16 among them would compile another kernel. Strides along vecto
 1 and belong to the tuple of their tensor.
 
 A tuple may be None, but a kernel cannot ask whether it is: Triton 3.6 compares no tuple that has a
-constant in it. A trait says so.
+constant in it. A trait says so. No field is `values` or `type`: Triton's own tuples have these.
 """
 
 from __future__ import annotations

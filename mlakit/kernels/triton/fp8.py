@@ -36,7 +36,7 @@ from mlakit.kernels.triton.configs import (
 from mlakit.kernels.triton.fp8_small_m import refuses as few_rows_refuses
 from mlakit.kernels.triton.fp8_small_m import scaled_mm_few_rows
 from mlakit.kernels.triton.fp8_small_m_configs import pick_few_rows_config
-from mlakit.kernels.triton.matmul import tile_of_program
+from mlakit.kernels.triton.matmul import product_arguments, tile_of_program
 from mlakit.kernels.triton.primitives import narrow_e4m3, widen_e4m3
 
 E4M3 = torch.float8_e4m3fn
@@ -195,19 +195,7 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
     launch(
         _scaled_mm_fp8_kernel,
         (batch * tiles,),
-        a.view(torch.uint8),
-        a_scale,
-        b.view(torch.uint8),
-        b_scale,
-        out.view(torch.uint8) if out.dtype == E4M3 else out,
-        rows,
-        columns,
-        depth,
-        *a.stride()[:2],
-        *a_scale.stride(),
-        *b.stride()[:2],
-        *b_scale.stride(),
-        *out.stride()[:2],
+        **product_arguments(a, a_scale, b, b_scale, out),
         N_GROUP=n_group,
         K_GROUP=k_group,
         BLOCK_M=config.block_m,
@@ -286,28 +274,15 @@ def _library_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, o
     )
 
 
-@triton.jit(do_not_specialize=["M", "stride_a_scale_k"])
+@triton.jit(do_not_specialize=["M", "stride_a_scale_group"])
 def _scaled_mm_fp8_kernel(
-    a,  # [batch, M, K] e4m3 as uint8
-    a_scale,  # [batch, K groups, at least M]
-    b,  # [batch, N, K] e4m3 as uint8
-    b_scale,  # [batch, N groups, K groups]
-    out,  # [batch, M, N]; e4m3 as uint8
     M,
     N,
     K,
-    stride_a_b,
-    stride_a_m,
-    stride_a_scale_b,
-    stride_a_scale_k,
-    stride_a_scale_m,
-    stride_b_b,
-    stride_b_n,
-    stride_b_scale_b,
-    stride_b_scale_n,
-    stride_b_scale_k,
-    stride_out_b,
-    stride_out_m,
+    stride_a_scale_group,
+    a,  # `OperandArguments`
+    b,
+    product,  # `ProductArguments`
     N_GROUP: tl.constexpr,
     K_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -321,16 +296,17 @@ def _scaled_mm_fp8_kernel(
     m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     within = tl.arange(0, BLOCK_K)
-    a += batch * stride_a_b + m[:, None].to(tl.int64) * stride_a_m
-    b += batch * stride_b_b + n[None, :].to(tl.int64) * stride_b_n
-    a_scale += batch * stride_a_scale_b + m.to(tl.int64) * stride_a_scale_m
+    a_rows = a.matrix + (batch * a.stride_batch + m[:, None].to(tl.int64) * a.stride_row)
+    b_rows = b.matrix + (batch * b.stride_batch + n[None, :].to(tl.int64) * b.stride_row)
+    a_scale = a.scale + (batch * a.stride_scale_batch + m.to(tl.int64) * a.stride_scale_row)
     if N_GROUP % BLOCK_N == 0:
         group_of_n = n_tile * BLOCK_N // N_GROUP  # one for the whole tile
         n_mask = n_tile >= 0
     else:
         group_of_n = n // N_GROUP
         n_mask = n < N
-    b_scale += batch * stride_b_scale_b + group_of_n.to(tl.int64) * stride_b_scale_n
+    scale_at = batch * b.stride_scale_batch + group_of_n.to(tl.int64) * b.stride_scale_row
+    b_scale = b.scale + scale_at
 
     STEPS: tl.constexpr = (K_GROUP + BLOCK_K - 1) // BLOCK_K  # within a group
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -341,19 +317,23 @@ def _scaled_mm_fp8_kernel(
         if not WHOLE_STEPS:
             k_mask = k < tl.minimum((group + 1) * K_GROUP, K)
             a_mask, b_mask = a_mask & k_mask[None, :], b_mask & k_mask[:, None]
-        left = tl.load(a + k[None, :], mask=a_mask, other=0)
-        right = tl.load(b + k[:, None], mask=b_mask, other=0)
+        left = tl.load(a_rows + k[None, :], mask=a_mask, other=0)
+        right = tl.load(b_rows + k[:, None], mask=b_mask, other=0)
         left = widen_e4m3(left, tl.float16, HAS_FP8)
         right = widen_e4m3(right, tl.float16, HAS_FP8)
-        by_row = tl.load(a_scale + group.to(tl.int64) * stride_a_scale_k, mask=m < M, other=0.0)
-        by_column = tl.load(b_scale + group.to(tl.int64) * stride_b_scale_k, mask=n_mask, other=0.0)
+        is_row = m < M
+        by_row_at = a_scale + group.to(tl.int64) * stride_a_scale_group
+        by_row = tl.load(by_row_at, mask=is_row, other=0.0)
+        by_column_at = b_scale + group.to(tl.int64) * b.stride_scale_group
+        by_column = tl.load(by_column_at, mask=n_mask, other=0.0)
         products = tl.dot(left, right) * by_row[:, None]
         if N_GROUP % BLOCK_N == 0:
             acc += products * by_column
         else:
             acc += products * by_column[None, :]
 
-    out += batch * stride_out_b + m[:, None].to(tl.int64) * stride_out_m + n[None, :]
-    if out.dtype.element_ty == tl.uint8:
+    row_at = batch * product.stride_batch + m[:, None].to(tl.int64) * product.stride_row
+    out_at = product.out + (row_at + n[None, :])
+    if product.out.dtype.element_ty == tl.uint8:
         acc = narrow_e4m3(acc, HAS_FP8)
-    tl.store(out, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(out_at, acc.to(product.out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

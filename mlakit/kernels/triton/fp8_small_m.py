@@ -24,6 +24,7 @@ from mlakit.kernels.arguments import ScaledMatmulArguments
 from mlakit.kernels.launch import launch, target
 from mlakit.kernels.triton.configs import power_of_two
 from mlakit.kernels.triton.fp8_small_m_configs import FewRowsConfig
+from mlakit.kernels.triton.matmul import product_arguments
 from mlakit.kernels.triton.primitives import narrow_e4m3, widen_e4m3
 
 E4M3 = torch.float8_e4m3fn
@@ -55,19 +56,7 @@ def scaled_mm_few_rows(args: ScaledMatmulArguments, out: Tensor, config: FewRows
     launch(
         _scaled_mm_few_rows_kernel,
         (batch * triton.cdiv(columns, config.block_n) * row_tiles,),
-        a.view(torch.uint8),
-        a_scale,
-        b.view(torch.uint8),
-        b_scale,
-        out.view(torch.uint8) if out.dtype == E4M3 else out,
-        rows,
-        columns,
-        depth,
-        *a.stride()[:2],
-        *a_scale.stride(),
-        *b.stride()[:2],
-        *b_scale.stride(),
-        *out.stride()[:2],
+        **product_arguments(a, a_scale, b, b_scale, out),
         N_GROUP=args.n_group,
         K_GROUP=args.k_group,
         ROWS=config.rows,
@@ -84,28 +73,15 @@ def scaled_mm_few_rows(args: ScaledMatmulArguments, out: Tensor, config: FewRows
     )
 
 
-@triton.jit(do_not_specialize=["M", "stride_a_scale_k"])
+@triton.jit(do_not_specialize=["M", "stride_a_scale_group"])
 def _scaled_mm_few_rows_kernel(
-    a,  # [batch, M, K] e4m3 as uint8
-    a_scale,  # [batch, K groups, at least M]
-    b,  # [batch, N, K] e4m3 as uint8
-    b_scale,  # [batch, N groups, K groups]
-    out,  # [batch, M, N]; e4m3 as uint8
     M,
     N,
     K,
-    stride_a_b,
-    stride_a_m,
-    stride_a_scale_b,
-    stride_a_scale_k,
-    stride_a_scale_m,
-    stride_b_b,
-    stride_b_n,
-    stride_b_scale_b,
-    stride_b_scale_n,
-    stride_b_scale_k,
-    stride_out_b,
-    stride_out_m,
+    stride_a_scale_group,
+    a,  # `OperandArguments`
+    b,
+    product,  # `ProductArguments`
     N_GROUP: tl.constexpr,
     K_GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile, a power of two
@@ -127,14 +103,15 @@ def _scaled_mm_few_rows_kernel(
     m = first_m + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     within = lane[:, None] * K_GROUP + tl.arange(0, K_GROUP)[None, :]  # [LANES, K_GROUP]
-    a += batch * stride_a_b + m.to(tl.int64)[None, :, None] * stride_a_m
-    a_scale += batch * stride_a_scale_b + m.to(tl.int64)[None, :] * stride_a_scale_m
+    a_rows = a.matrix + (batch * a.stride_batch + m.to(tl.int64)[None, :, None] * a.stride_row)
+    a_scale_at = batch * a.stride_scale_batch + m.to(tl.int64)[None, :] * a.stride_scale_row
+    a_scale = a.scale + a_scale_at
     group_of_n = (n_tile * BLOCK_N // N_GROUP).to(tl.int64)
-    b_scale += batch * stride_b_scale_b + group_of_n * stride_b_scale_n
+    b_scale = b.scale + (batch * b.stride_scale_batch + group_of_n * b.stride_scale_row)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()  # for the activations
-    b += batch * stride_b_b + n.to(tl.int64)[None, None, :] * stride_b_n
+    b_rows = b.matrix + (batch * b.stride_batch + n.to(tl.int64)[None, None, :] * b.stride_row)
     is_row = (m < M)[None, :, None]
     is_column = (n < N)[None, None, :]
 
@@ -145,13 +122,13 @@ def _scaled_mm_few_rows_kernel(
         a_mask, b_mask = is_row, is_column
         if not WHOLE_STEPS:
             a_mask, b_mask = a_mask & (k < K)[:, None, :], b_mask & (k < K)[:, :, None]
-        right = tl.load(b + k[:, :, None], mask=b_mask, other=0)
-        left = tl.load(a + k[:, None, :], mask=a_mask, other=0)  # [LANES, ROWS, K_GROUP]
+        right = tl.load(b_rows + k[:, :, None], mask=b_mask, other=0)
+        left = tl.load(a_rows + k[:, None, :], mask=a_mask, other=0)  # [LANES, ROWS, K_GROUP]
         group = first + lane
         is_group = group < groups
-        by_block = tl.load(b_scale + group * stride_b_scale_k, mask=is_group, other=0.0)
+        by_block = tl.load(b_scale + group * b.stride_scale_group, mask=is_group, other=0.0)
         by_row = tl.load(
-            a_scale + group.to(tl.int64)[:, None] * stride_a_scale_k,
+            a_scale + group.to(tl.int64)[:, None] * stride_a_scale_group,
             mask=is_group[:, None] & (m < M)[None, :],
             other=0.0,
         )  # [LANES, ROWS]
@@ -166,10 +143,13 @@ def _scaled_mm_few_rows_kernel(
     row = tl.arange(0, BLOCK_M)
     out_row = first_m + row // REPEATS
     is_stored = (row % REPEATS == 0) & (out_row < M)
-    out += batch * stride_out_b + out_row.to(tl.int64)[:, None] * stride_out_m + n[None, :]
-    if out.dtype.element_ty == tl.uint8:
+    row_at = batch * product.stride_batch + out_row.to(tl.int64)[:, None] * product.stride_row
+    out_at = product.out + (row_at + n[None, :])
+    if product.out.dtype.element_ty == tl.uint8:
         total = narrow_e4m3(total, HAS_FP8)
-    tl.store(out, total.to(out.dtype.element_ty), mask=is_stored[:, None] & (n < N)[None, :])
+    tl.store(
+        out_at, total.to(product.out.dtype.element_ty), mask=is_stored[:, None] & (n < N)[None, :]
+    )
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from mlakit.dispatch.autocast import without_autocast
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import BatchedMatmulArguments
 from mlakit.kernels.launch import launch, target
+from mlakit.kernels.triton.arguments import as_bytes
 from mlakit.kernels.triton.configs import pick_matmul_config
 from mlakit.kernels.triton.primitives import narrow_e4m3
 
@@ -51,15 +53,15 @@ def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
     launch(
         _batched_matmul_kernel,
         (batch * tiles,),
-        a,
-        b,
-        out.view(torch.uint8) if out.dtype == E4M3 else out,
-        rows,
-        columns,
-        depth,
-        *a.stride(),
-        *b.stride(),
-        *out.stride(),
+        a=a,
+        b=b,
+        out=out.view(torch.uint8) if out.dtype == E4M3 else out,
+        M=rows,
+        N=columns,
+        K=depth,
+        a_strides=Strides(*a.stride()),
+        b_strides=Strides(*b.stride()),
+        out_strides=Strides(*out.stride()),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -122,6 +124,52 @@ def _float32_sums() -> Iterator[None]:
                 setattr(settings, name, True if split[name] else (True, False))
 
 
+class Strides(NamedTuple):
+    """The strides of a batch of matrices."""
+
+    batch: int
+    row: int
+    column: int
+
+
+class OperandArguments(NamedTuple):
+    """An operand of a block-scaled product."""
+
+    matrix: Tensor  # [batch, M or N, K] e4m3 as uint8
+    scale: Tensor  # a: [batch, K groups, at least M]; b: [batch, N groups, K groups]
+    stride_batch: int
+    stride_row: int
+    stride_scale_batch: int
+    stride_scale_row: int  # along M, or along the groups of N
+    stride_scale_group: int | None  # along the groups of K; of a it is an argument of its own
+
+
+class ProductArguments(NamedTuple):
+    """The result of a block-scaled product."""
+
+    out: Tensor  # [batch, M, N]; e4m3 as uint8
+    stride_batch: int
+    stride_row: int
+
+
+def product_arguments(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor
+) -> dict[str, Any]:
+    """Return the tensors of a block-scaled product, and their sizes, by the arguments' names."""
+    scale_batch, scale_group, scale_row = a_scale.stride()
+    return {
+        "M": a.shape[1],
+        "N": b.shape[1],
+        "K": a.shape[2],
+        "stride_a_scale_group": scale_group,
+        "a": OperandArguments(
+            a.view(torch.uint8), a_scale, *a.stride()[:2], scale_batch, scale_row, None
+        ),
+        "b": OperandArguments(b.view(torch.uint8), b_scale, *b.stride()[:2], *b_scale.stride()),
+        "product": ProductArguments(as_bytes(out), *out.stride()[:2]),
+    }
+
+
 @triton.jit
 def tile_of_program(
     program,
@@ -153,15 +201,9 @@ def _batched_matmul_kernel(
     M,
     N,
     K,
-    stride_a_b,
-    stride_a_m,
-    stride_a_k,
-    stride_b_b,
-    stride_b_n,
-    stride_b_k,
-    stride_out_b,
-    stride_out_m,
-    stride_out_n,
+    a_strides,  # `Strides`
+    b_strides,
+    out_strides,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -173,8 +215,8 @@ def _batched_matmul_kernel(
     m = m_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = n_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     within = tl.arange(0, BLOCK_K)
-    a += batch * stride_a_b + m[:, None] * stride_a_m
-    b += batch * stride_b_b + n[None, :] * stride_b_n
+    a += batch * a_strides.batch + m[:, None] * a_strides.row
+    b += batch * b_strides.batch + n[None, :] * b_strides.row
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -182,11 +224,12 @@ def _batched_matmul_kernel(
         a_mask, b_mask = (m < M)[:, None], (n < N)[None, :]
         if not WHOLE_STEPS:
             a_mask, b_mask = a_mask & (k < K)[None, :], b_mask & (k < K)[:, None]
-        left = tl.load(a + k[None, :] * stride_a_k, mask=a_mask, other=0.0)
-        right = tl.load(b + k[:, None] * stride_b_k, mask=b_mask, other=0.0)
+        left = tl.load(a + k[None, :] * a_strides.column, mask=a_mask, other=0.0)
+        right = tl.load(b + k[:, None] * b_strides.column, mask=b_mask, other=0.0)
         acc = tl.dot(left, right, acc, input_precision="ieee")
 
-    out += batch * stride_out_b + m[:, None] * stride_out_m + n[None, :] * stride_out_n
+    row_at = batch * out_strides.batch + m[:, None] * out_strides.row
+    out += row_at + n[None, :] * out_strides.column
     if out.dtype.element_ty == tl.uint8:
         acc = narrow_e4m3(acc, HAS_FP8)
     tl.store(out, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
