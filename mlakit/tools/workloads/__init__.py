@@ -6,6 +6,7 @@ the op, compares each row of each result with the float64 oracle on the dequanti
 checks that no other memory was written. An error message has the command that repeats the case.
 
 case             the base class of cases
+absorbed         that of decode and sparse attention
 inputs           seeded tensors surrounded by poison
 paged            poisoned caches and page tables
 random_cases     random cases of every op

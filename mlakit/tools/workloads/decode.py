@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import sqrt
 from typing import Any, TypeAlias
 
 import torch
@@ -22,8 +21,8 @@ from mlakit.ops.decode import decode_problem
 from mlakit.plan import DecodePlan, EvenSplit, plan_decode
 from mlakit.tools.testing import assert_matches, assert_same_bits
 from mlakit.tools.workloads import fp16_rows
+from mlakit.tools.workloads.absorbed import AbsorbedCase, Query
 from mlakit.tools.workloads.case import (
-    BatchedCase,
     Results,
     Trial,
     assert_given,
@@ -35,7 +34,6 @@ from mlakit.tools.workloads.fp8_scores import fp8_qk_scores, uses_fp8_qk
 from mlakit.tools.workloads.inputs import DTYPES, Inputs
 from mlakit.tools.workloads.paged import (
     SPARE_COLUMNS,
-    PagedCase,
     Pool,
     map_tokens,
     num_pages_for,
@@ -63,16 +61,6 @@ class Rank:
     given: dict[str, Tensor]  # results to write to
 
 
-@dataclass(frozen=True, eq=False)
-class Query:
-    """The query arguments, and the same numbers for the oracle."""
-
-    arguments: dict[str, Any]
-    exact: Tensor  # [tokens, heads, width] float64, scaled by q_scale
-    stored: Tensor  # the same, not scaled
-    sink: Tensor | None
-
-
 @dataclass(frozen=True)
 class Losses:
     """The precision that the selected kernel gives up; its naive run gives up the same."""
@@ -82,21 +70,14 @@ class Losses:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DecodeCase(BatchedCase, PagedCase):
+class DecodeCase(AbsorbedCase):
     """One call of `mla_decode`; with `world` > 1 one per rank, and the merge of their results.
 
     kv_lens        cached tokens of each request, including its q_lens queries
-    dtype          of q
-    q_rope_dtype   of a separate q_rope; "": q has all columns
-    q_scaled       pass a q_scale
-    sharpness      standard deviation of the scores of a head of average magnitude; negative for a
-                   negative softmax_scale
-    sink           "", "finite" or "mixed" (with ±inf)
     spare_pages    page table columns past the longest request: kernels are selected by the table's
                    capacity
     num_splits     an EvenSplit; num_ctas, tile and fixed_split are arguments of `plan_decode`
     deterministic  then, as with fixed_split, a request alone gives the same bits
-    given_results  pass out= and lse=
     """
 
     op = "mla_decode"
@@ -104,14 +85,8 @@ class DecodeCase(BatchedCase, PagedCase):
     kv_lens: tuple[int, ...] = (33, 0, 17)
     q_lens: tuple[int, ...] = (1, 1, 1)
     implicit_starts: bool = False
-    heads: int = 4
-    dtype: str = "bf16"
-    q_rope_dtype: str = ""
-    q_scaled: bool = False
     mask: str = "causal"
     window: int = 0
-    sharpness: float = 2.0
-    sink: str = ""
     flat_table: bool = False
     spare_pages: int = 0
     world: int = 1
@@ -121,12 +96,6 @@ class DecodeCase(BatchedCase, PagedCase):
     tile: int = 16
     fixed_split: int = 0
     deterministic: bool = False
-    given_results: bool = False
-
-    @property
-    def softmax_scale(self) -> float:
-        """Gives the scores a standard deviation of `sharpness`."""
-        return self.sharpness / sqrt(self.row.width)
 
     def plan(self, counts: Sequence[int]) -> DecodePlan | EvenSplit | None:
         """A plan for requests with so many cached tokens."""
@@ -136,12 +105,6 @@ class DecodeCase(BatchedCase, PagedCase):
             split = self.fixed_split or None
             return plan_decode(counts, num_ctas=self.num_ctas, tile=self.tile, fixed_split=split)
         return None
-
-    def q_scale(self, inputs: Inputs) -> Tensor | None:
-        """float32 [tokens]; None without `q_scaled`."""
-        if not self.q_scaled:
-            return None
-        return inputs.place("q_scale", inputs.uniform(0.5, 1.5, sum(self.q_lens)))
 
     def uses_fp8_qk(self, device: torch.device, backend: str) -> bool:
         """Whether this call may use the kernel `m64_fp8_qk`."""
@@ -189,15 +152,6 @@ class DecodeCase(BatchedCase, PagedCase):
             return fp16_rows.block_scales(pool.payload(slots))
         return torch.ones(len(slots), dtype=torch.float64, device=slots.device)
 
-    def results(self, inputs: Inputs, of: str = "") -> dict[str, Tensor]:
-        """Output tensors out and lse."""
-        shape = (sum(self.q_lens), self.heads)
-        dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
-        return {
-            "out": inputs.result(f"out{of}", (*shape, self.row.v_width), dtype),
-            "lse": inputs.result(f"lse{of}", shape, torch.float32),
-        }
-
     def trial(self, device: torch.device | str) -> Trial:
         inputs = self.inputs(device)
         query = self._query(inputs)
@@ -226,25 +180,12 @@ class DecodeCase(BatchedCase, PagedCase):
         return Trial(inputs, call, check, self.calls, ("out", "lse"))
 
     def _query(self, inputs: Inputs) -> Query:
-        tokens, row = sum(self.q_lens), self.row
-        q = inputs.queries(tokens, self.heads, row.width)
-        arguments: dict[str, Any] = {"q_starts": None}
+        query = self.query(inputs, sum(self.q_lens))
+        starts = None
         if not self.implicit_starts:
-            starts = starts_of(self.q_lens)
-            arguments["q_starts"] = inputs.place_ints("q_starts", starts, wide=self.wide_indices)
-        if self.q_rope_dtype:
-            latent, rope = q.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
-            arguments["q"] = inputs.place("q", latent, self.dtype)
-            arguments["q_rope"] = inputs.place("q_rope", rope, self.q_rope_dtype)
-        else:
-            arguments["q"] = inputs.place("q", q, self.dtype)
-        parts = [arguments[name] for name in ("q", "q_rope") if name in arguments]
-        exact = whole = torch.cat([each.to(inputs.drawn_on).double() for each in parts], dim=-1)
-        q_scale = self.q_scale(inputs)
-        if q_scale is not None:
-            arguments["q_scale"] = q_scale
-            exact = whole * q_scale.to(whole.device).double()[:, None, None]
-        return Query(arguments, exact, whole, inputs.sink(self.sink, self.heads))
+            starts = inputs.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices)
+        arguments = {"q_starts": starts, **query.arguments}
+        return replace(query, arguments=arguments, sink=inputs.sink(self.sink, self.heads))
 
     def _rank(self, inputs: Inputs, rank: int, whole: Sequence[Tensor]) -> Rank:
         mask = Mask(self.mask, self.window)
@@ -269,7 +210,7 @@ class DecodeCase(BatchedCase, PagedCase):
         stored = write_tokens(pool, slots, seen, drawn, power_of_two=self.power_of_two)
         scales = self.row_scales(pool, used_slots(slots, seen)).to(inputs.drawn_on)
         row_scales = spread(scales, seen, 1.0)
-        given = self.results(inputs, of=f" of rank {rank}") if self.given_results else {}
+        given = self.results(inputs, sum(self.q_lens), "lse", of=f" of rank {rank}")
         return Rank(pool, table, positions, stored, row_scales, self.plan(counts), given)
 
     def _attend(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import sqrt
 from typing import Literal
 
 import torch
@@ -14,8 +13,8 @@ from mlakit.formats import Format
 from mlakit.ops import ExtraRows, sparse_mla
 from mlakit.plan import EvenSplit
 from mlakit.tools.testing import NEVER_A_PAGE, assert_matches
+from mlakit.tools.workloads.absorbed import AbsorbedCase
 from mlakit.tools.workloads.case import (
-    BatchedCase,
     Results,
     Trial,
     assert_given,
@@ -23,8 +22,8 @@ from mlakit.tools.workloads.case import (
     weights_dtype,
 )
 from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
-from mlakit.tools.workloads.inputs import DTYPES, Inputs
-from mlakit.tools.workloads.paged import PagedCase, Pool
+from mlakit.tools.workloads.inputs import Inputs
+from mlakit.tools.workloads.paged import Pool
 
 NAMES = ("out", "lse", "max_logits")
 
@@ -52,18 +51,12 @@ class Lists:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SparseCase(BatchedCase, PagedCase):
+class SparseCase(AbsorbedCase):
     """One call of `sparse_mla`. Lists have repeated, invalid and, past their length, poisoned rows.
 
     topk           entries of a list; `with_lens` bounds each, `extra_with_lens` those of the extra
     extra_format   of a second cache, "" for none, with pages of extra_page_size
-    q_rope_dtype   of a separate q_rope; "": q has all columns
-    q_scaled       pass a q_scale
-    sharpness      standard deviation of the scores of a head of average magnitude; negative for a
-                   negative softmax_scale
-    sink           "", "finite" or "mixed" (with ±inf)
     num_splits     an EvenSplit
-    given_results  pass out=, lse= and max_logits=
     """
 
     op = "sparse_mla"
@@ -72,34 +65,22 @@ class SparseCase(BatchedCase, PagedCase):
     num_tokens: int = 5
     topk: int = 12
     with_lens: bool = True
-    heads: int = 4
-    dtype: str = "bf16"
-    q_rope_dtype: str = ""
-    q_scaled: bool = False
-    sharpness: float = 2.0
-    sink: str = ""
     extra_format: Format | Literal[""] = ""
     extra_page_size: int = 4
     extra_topk: int = 7
     extra_with_lens: bool = True
     num_splits: int = 0
-    given_results: bool = False
-
-    @property
-    def softmax_scale(self) -> float:
-        """Gives the scores a standard deviation of `sharpness`."""
-        return self.sharpness / sqrt(self.row.width)
 
     def trial(self, device: torch.device | str) -> Trial:
         inputs = self.inputs(device)
-        query, exact_q = self._query(inputs)
+        query = self.query(inputs, self.num_tokens)
         main = self._lists(inputs, "cache", self.format, self.page_size, self.topk, self.with_lens)
         extra = None
         if self.extra_format:
             sizes = (self.extra_page_size, self.extra_topk, self.extra_with_lens)
             extra = self._lists(inputs, "extra", self.extra_format, *sizes)
         sink = inputs.sink(self.sink, self.heads)
-        given = self._given(inputs)
+        given = self.results(inputs, self.num_tokens, *NAMES[1:])
 
         rounds: list[bool] = []  # the last is that of the results to check
 
@@ -109,9 +90,8 @@ class SparseCase(BatchedCase, PagedCase):
                 pool = extra.pool
                 second = ExtraRows(pool.cache, extra.rows, extra.lens, pool.layer_index)
             results = sparse_mla(
-                query["q"],
-                main.pool.cache,
-                main.rows,
+                cache=main.pool.cache,
+                rows=main.rows,
                 softmax_scale=self.softmax_scale,
                 topk_lens=main.lens,
                 sink=sink,
@@ -119,8 +99,7 @@ class SparseCase(BatchedCase, PagedCase):
                 layer=main.pool.layer_index,
                 plan=EvenSplit(self.num_splits) if self.num_splits else None,
                 backend=backend,
-                q_rope=query.get("q_rope"),
-                q_scale=query.get("q_scale"),
+                **query.arguments,
                 **given,
             )
             rounds.append(rounds_rows(inputs.device, backend, format=self.format, heads=self.heads))
@@ -130,28 +109,9 @@ class SparseCase(BatchedCase, PagedCase):
             for name, result in zip(NAMES, results, strict=True):
                 assert_given(name, result, given.get(name))
             own = None if sink is None else sink.to(inputs.drawn_on)
-            self._check(exact_q, main, extra, own, results, rounds=rounds[-1])
+            self._check(query.exact, main, extra, own, results, rounds=rounds[-1])
 
         return Trial(inputs, call, check, self.calls, NAMES)
-
-    def _query(self, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
-        """The query arguments, and the same numbers float64 [tokens, heads, width]."""
-        values, row = inputs.queries(self.num_tokens, self.heads, self.row.width), self.row
-        if self.q_rope_dtype:
-            latent, rope = values.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
-            query = {
-                "q": inputs.place("q", latent, self.dtype),
-                "q_rope": inputs.place("q_rope", rope, self.q_rope_dtype),
-            }
-        else:
-            query = {"q": inputs.place("q", values, self.dtype)}
-        where = inputs.drawn_on
-        exact = torch.cat([part.to(where).double() for part in query.values()], dim=-1)
-        if self.q_scaled:
-            q_scale = inputs.place("q_scale", inputs.uniform(0.5, 1.5, self.num_tokens))
-            query["q_scale"] = q_scale
-            exact = exact * q_scale.to(where).double()[:, None, None]
-        return query, exact
 
     def _lists(
         self, inputs: Inputs, name: str, format: Format, page_size: int, topk: int, with_lens: bool
@@ -183,17 +143,6 @@ class SparseCase(BatchedCase, PagedCase):
             inputs.place(f"{name} rows", rows.to(dtype)),
             None if lens is None else inputs.place(f"{name} topk_lens", lens.to(dtype)),
         )
-
-    def _given(self, inputs: Inputs) -> dict[str, Tensor]:
-        if not self.given_results:
-            return {}
-        shape = (self.num_tokens, self.heads)
-        dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
-        return {
-            "out": inputs.result("out", (*shape, self.row.v_width), dtype),
-            "lse": inputs.result("lse", shape, torch.float32),
-            "max_logits": inputs.result("max_logits", shape, torch.float32),
-        }
 
     def _check(
         self,
