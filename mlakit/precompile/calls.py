@@ -48,8 +48,13 @@ def powers_of_two(last: int) -> Iterator[int]:
     yield last
 
 
-def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory of the host, whatever an engine has made the default device and dtype."""
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return empty(*shape, dtype=dtype)
 
 
 def unaligned(*shape: int) -> Tensor:
@@ -70,9 +75,7 @@ def latent_cache(d: Deployment, tensor_scale: float | Tensor = 1.0) -> PagedLate
             tensor_scale=tensor_scale,
         )
     codec = row_codec(d.format, shape)
-    rows = torch.empty(
-        NUM_PAGES, d.page_rows, codec.payload_elements, dtype=codec.payload_dtype, device="cpu"
-    )
+    rows = empty(NUM_PAGES, d.page_rows, codec.payload_elements, dtype=codec.payload_dtype)
     return PagedLatentCache.wrap(
         rows[:, : d.page_size], shape, format=d.format, tensor_scale=tensor_scale
     )
@@ -81,18 +84,18 @@ def latent_cache(d: Deployment, tensor_scale: float | Tensor = 1.0) -> PagedLate
 def index_cache(d: Deployment) -> PagedLatentCache:
     """The keys of the indexer, as engines keep them: the bytes of a page, then its scales."""
     width = d.geometry.index_head_dim + 4
-    pages = torch.empty(NUM_PAGES, d.page_size, width, dtype=torch.uint8, device="cpu")
+    pages = empty(NUM_PAGES, d.page_size, width, dtype=torch.uint8)
     return PagedLatentCache.wrap_index_keys(pages)
 
 
 def by_token(tokens: int, heads: int, width: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(tokens, heads, width, dtype=dtype, device="cpu")
+    return empty(tokens, heads, width, dtype=dtype)
 
 
 def by_head(tokens: int, heads: int, width: int, dtype: torch.dtype) -> Tensor:
     """[tokens, heads, width] in which the tokens of a head are adjacent, as after a product per
     head."""
-    return torch.empty(heads, tokens, width, dtype=dtype, device="cpu").transpose(0, 1)
+    return empty(heads, tokens, width, dtype=dtype).transpose(0, 1)
 
 
 def token_counts(d: Deployment) -> list[int]:

@@ -28,6 +28,7 @@ from mlakit.precompile.calls import (
     Call,
     by_head,
     by_token,
+    empty,
     index_batches,
     index_cache,
     integers,
@@ -59,11 +60,7 @@ def engine_calls(d: Deployment, user: User) -> Iterator[Call]:
 
 def scale_of(d: Deployment, user: User) -> float | Tensor:
     """The scale of all rows: vLLM has it on the device, SGLang's is 1."""
-    return (
-        torch.ones((), dtype=torch.float32, device="cpu")
-        if d.format == "fp8" and user == "vllm"
-        else 1.0
-    )
+    return empty() if d.format == "fp8" and user == "vllm" else 1.0
 
 
 def appends(d: Deployment) -> Iterator[Call]:
@@ -71,8 +68,8 @@ def appends(d: Deployment) -> Iterator[Call]:
     row, cache = d.geometry.row, latent_cache(d, scale_of(d, "vllm"))
 
     def run(tokens: int) -> None:
-        latent = torch.empty(tokens, row.kv_lora_rank, dtype=d.torch_dtype, device="cpu")
-        projected = torch.empty(tokens, row.width, dtype=d.torch_dtype, device="cpu")
+        latent = empty(tokens, row.kv_lora_rank, dtype=d.torch_dtype)
+        projected = empty(tokens, row.width, dtype=d.torch_dtype)
         rope = projected[:, row.kv_lora_rank :] if row.qk_rope_head_dim else None
         append_rows(latent, rope, cache, integers(tokens, dtype=torch.int64))
 
@@ -84,7 +81,7 @@ def index_appends(d: Deployment) -> Iterator[Call]:
     cache = index_cache(d)
 
     def run(tokens: int, power_of_two: bool) -> None:
-        keys = torch.empty(tokens, d.geometry.index_head_dim, dtype=d.torch_dtype, device="cpu")
+        keys = empty(tokens, d.geometry.index_head_dim, dtype=d.torch_dtype)
         slots = integers(tokens, dtype=torch.int64)
         append_rows(keys, None, cache, slots, power_of_two_scales=power_of_two)
 
@@ -148,9 +145,7 @@ def decode(d: Deployment, user: User) -> Iterator[Call]:
                 table,
                 lens,
                 q_rope=q_rope,
-                q_scale=torch.ones(1, dtype=torch.float32, device="cpu").expand(tokens)
-                if q.dtype == E4M3
-                else None,
+                q_scale=empty(1).expand(tokens) if q.dtype == E4M3 else None,
                 q_starts=starts,
                 softmax_scale=SCALE,
                 plan=plan,
@@ -227,7 +222,7 @@ def index_scores(d: Deployment) -> Iterator[Call]:
     def score(batch: int, tokens: int, columns: int, table: Tensor) -> None:
         indexer_logits(
             by_token(tokens, g.index_n_heads, g.index_head_dim, E4M3),
-            torch.empty(tokens, g.index_n_heads, dtype=torch.float32, device="cpu"),
+            empty(tokens, g.index_n_heads),
             cache,
             table,
             integers(batch),
@@ -243,9 +238,7 @@ def selections(d: Deployment) -> Iterator[Call]:
     """Positions of the best keys among scores of any width."""
 
     def run(tokens: int, columns: int) -> None:
-        indexer_topk(
-            torch.empty(tokens, columns, dtype=torch.float32, device="cpu"), d.geometry.index_topk
-        )
+        indexer_topk(empty(tokens, columns), d.geometry.index_topk)
 
     for tokens, columns in score_shapes(d):
         yield Call(f"top-k of {tokens} tokens, {columns} keys", partial(run, tokens, columns))
@@ -258,7 +251,7 @@ def row_selections(d: Deployment) -> Iterator[Call]:
     def run(batch: int, tokens: int, columns: int) -> None:
         indexer_select(
             by_token(tokens, g.index_n_heads, g.index_head_dim, E4M3),
-            torch.empty(tokens, g.index_n_heads, dtype=torch.float32, device="cpu"),
+            empty(tokens, g.index_n_heads),
             cache,
             integers(batch, d.max_pages),
             integers(batch),

@@ -27,6 +27,7 @@ from mlakit.precompile.calls import (
     SCALE,
     Call,
     by_token,
+    empty,
     integers,
     latent_cache,
     powers_of_two,
@@ -53,7 +54,7 @@ def step_calls(d: Deployment) -> Iterator[Call]:
 def appends(d: Deployment) -> Iterator[Call]:
     """New tokens of a step: latents, rotated queries, and the indexer's keys."""
     g, dtype, cache = d.geometry, d.torch_dtype, latent_cache(d)
-    freqs = torch.empty(d.max_context, g.qk_rope_head_dim, dtype=torch.float32, device="cpu")
+    freqs = empty(d.max_context, g.qk_rope_head_dim)
     keys_cache = index_cache(d) if g.has_indexer else None
 
     def run(tokens: int, batch: int, is_absorbed: bool) -> None:
@@ -62,9 +63,9 @@ def appends(d: Deployment) -> Iterator[Call]:
         absorbed = by_token(tokens, g.num_heads, g.row.width, dtype)[..., g.kv_lora_rank :]
         norm_rope_quant_append(
             q_rope,
-            torch.empty(tokens, g.row.width, dtype=dtype, device="cpu"),
+            empty(tokens, g.row.width, dtype=dtype),
             freqs,
-            torch.empty(g.kv_lora_rank, dtype=dtype, device="cpu"),
+            empty(g.kv_lora_rank, dtype=dtype),
             cache,
             *requests,
             epsilon=1e-6,
@@ -74,7 +75,7 @@ def appends(d: Deployment) -> Iterator[Call]:
         if keys_cache is not None:
             norm_rope_quant_append(
                 by_token(tokens, 1, 0, dtype),
-                torch.empty(tokens, g.index_head_dim, dtype=dtype, device="cpu"),
+                empty(tokens, g.index_head_dim, dtype=dtype),
                 freqs[:, :0],
                 None,
                 keys_cache,
@@ -129,7 +130,7 @@ def prefill(d: Deployment) -> Iterator[Call]:
         mla_prefill(
             by_token(tokens, g.num_heads, g.qk_head_dim, dtype),
             expanded[..., : g.qk_nope_head_dim],
-            torch.empty(tokens, g.row.width, dtype=dtype, device="cpu")[:, g.kv_lora_rank :],
+            empty(tokens, g.row.width, dtype=dtype)[:, g.kv_lora_rank :],
             expanded[..., g.qk_nope_head_dim :],
             starts,
             starts,
@@ -152,7 +153,7 @@ def merges(d: Deployment) -> Iterator[Call]:
         shape = 16, g.num_heads, g.v_head_dim
         outs = [by_token(*shape, first)]
         outs += [by_token(*shape, d.torch_dtype) for _ in range(parts - 1)]
-        lses = [torch.empty(shape[:2], dtype=torch.float32, device="cpu") for _ in outs]
+        lses = [empty(*shape[:2]) for _ in outs]
         merge_states(outs, lses, out=by_token(*shape, merged), lse=lses[0])
 
     dtypes = list(dict.fromkeys((d.torch_dtype, torch.float32)))
@@ -180,7 +181,7 @@ def selections(d: Deployment) -> Iterator[Call]:
     def run(batch: int, tokens: int, columns: int) -> None:
         indexer_select(
             by_token(tokens, g.index_n_heads, g.index_head_dim, E4M3),
-            torch.empty(tokens, g.index_n_heads, dtype=torch.float32, device="cpu"),
+            empty(tokens, g.index_n_heads),
             cache,
             integers(batch, d.max_pages),
             integers(batch),
@@ -197,11 +198,9 @@ def products(d: Deployment) -> Iterator[Call]:
     """Products with an up-projection of e4m3."""
     g = d.geometry
     rows = g.num_heads * (g.qk_nope_head_dim + g.v_head_dim)
-    matrix = torch.zeros(rows, g.kv_lora_rank, dtype=torch.uint8, device="cpu").view(E4M3)
+    matrix = empty(rows, g.kv_lora_rank, dtype=torch.uint8).zero_().view(E4M3)
     blocks = -(-rows // BLOCK), -(-g.kv_lora_rank // BLOCK)
-    up = UpProjection.from_checkpoint(
-        matrix, g, torch.ones(blocks, dtype=torch.float32, device="cpu")
-    )
+    up = UpProjection.from_checkpoint(matrix, g, empty(*blocks).fill_(1.0))
 
     def by_head(tokens: int) -> None:
         q = by_token(tokens, g.num_heads, g.qk_head_dim, d.torch_dtype)
@@ -211,7 +210,7 @@ def products(d: Deployment) -> Iterator[Call]:
         up.w_uv.apply(attended, out=by_token(tokens, g.num_heads, g.v_head_dim, d.torch_dtype))
 
     def expanded(tokens: int) -> None:
-        latents: Tensor = torch.empty(tokens, g.row.width, dtype=d.torch_dtype, device="cpu")
+        latents: Tensor = empty(tokens, g.row.width, dtype=d.torch_dtype)
         up.expand(latents[:, : g.kv_lora_rank])
 
     for tokens in token_counts(d):

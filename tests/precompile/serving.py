@@ -35,6 +35,7 @@ from mlakit.precompile.deployment import Deployment, deployment
 from mlakit.precompile.listing import calls_of, entries_of
 
 SCALE = 0.05
+SHORTEST = 8  # keys of a request: as many as it has queries that decode
 BLOCKS = 3
 MAX_LOGITS = 2**27  # scores at the same time, as vLLM limits them
 E4M3 = torch.float8_e4m3fn
@@ -102,7 +103,8 @@ class Engine:
         return self.draw.choice([1, 2, 3, self.draw.randint(4, 40), self.draw.randint(41, 600)])
 
     def length(self) -> int:
-        return self.draw.choice([1, 63, 64, self.draw.randint(65, self.longest), self.longest])
+        any_length = self.draw.randint(65, self.longest)
+        return self.draw.choice([SHORTEST, 63, 64, any_length, self.longest])
 
     def prompt(self) -> int:
         return self.draw.choice([1, 5, self.draw.randint(6, 300), self.draw.randint(300, 3000)])
@@ -130,7 +132,7 @@ class VllmEngine(Engine):
         if d.format == "fp8":
             self.rows = self.rows.view(E4M3)
         self.block_table = torch.zeros(1024, self.max_blocks, dtype=torch.int32)
-        self.seq_lens = torch.zeros(1024, dtype=torch.int32)
+        self.seq_lens = torch.full((1024,), SHORTEST, dtype=torch.int32)
         self.topk = torch.zeros(8192, max(self.g.index_topk, 1), dtype=torch.int32)
         self.slots = torch.zeros(8192, dtype=torch.int64)
 
@@ -178,8 +180,9 @@ class VllmEngine(Engine):
 
     def sparse(self) -> None:
         counts = [self.prompt() if self.draw.random() < 0.2 else 1 for _ in range(self.batch())]
-        tokens = min(sum(counts), 8192)
-        requests = len(counts)
+        if sum(counts) > 8192:
+            counts = [1] * len(counts)
+        tokens, requests = sum(counts), len(counts)
         vllm.sparse(
             self.queries(tokens) if self.draw.random() < 0.7 else self.whole_queries(tokens),
             self.pool(),
@@ -260,7 +263,7 @@ class SglangEngine(Engine):
 
     def step(self) -> Any:
         batch = self.batch()
-        requests, lens = torch.zeros(batch, dtype=torch.int64), torch.ones(batch, dtype=torch.int64)
+        requests, lens = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), SHORTEST)
         pages = self.req_to_token, requests, lens, self.d.page_size
         kind = self.draw.choice(["decode", "decode", "verify", "extend"])
         if kind == "decode":
@@ -271,9 +274,10 @@ class SglangEngine(Engine):
         counts = [self.prompt() if self.draw.random() < 0.2 else 1 for _ in range(batch)]
         while sum(counts) > 8192:
             counts = [1] * batch
-        return sglang.extend_step(
-            *pages[:3], torch.tensor(counts), self.d.page_size, self.length(), sum(counts)
-        )
+        lens = torch.tensor(counts).clamp(min=SHORTEST)
+        longest = max(self.length(), int(lens.max()))
+        tensors = self.req_to_token, requests, lens, torch.tensor(counts)
+        return sglang.extend_step(*tensors, self.d.page_size, longest, sum(counts))
 
     def decode(self) -> None:
         step = self.step()

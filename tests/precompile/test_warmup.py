@@ -68,6 +68,22 @@ def test_serving_other_models_and_cards_launches_no_other_kernel(case, tmp_path)
     check_served(tmp_path, *case)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("deepseek-v3", 16, "fp8_block128", "vllm"),
+        ("deepseek-v3.2", 16, "fp8_block128", "vllm"),
+        ("deepseek-v3", 16, "bf16", "sglang"),
+    ],
+)
+def test_no_kernel_is_compiled_while_serving_on_a_gpu(case, tmp_path):
+    printed = program("-m", "tests.precompile.on_gpu", *case, TRITON_CACHE_DIR=str(tmp_path))
+    stats = json.loads(printed)
+    assert stats["compiled"] == {}
+    assert 0 < sum(stats["loaded"].values()) <= stats["kernels"]
+
+
 COMPILE = """
 import json, sys
 from mlakit.launch_cache import kernel_stats
