@@ -12,8 +12,7 @@ import torch
 from mlakit import PagedLatentCache, reference, sparse_mla
 from mlakit.model.geometry import RowShape
 from mlakit.ops import ExtraRows
-from mlakit.plan import EvenSplit
-from mlakit.tools.testing import assert_matches, assert_same_bits, poison
+from mlakit.tools.testing import assert_matches, assert_same_bits
 from mlakit.tools.workloads.case import assert_logits_match
 from tests.kernels.hopper.sparse_cases import EVERY_ROW, KERNEL, ROWS, run
 from tests.pairs import pairwise
@@ -134,39 +133,6 @@ def check(q: torch.Tensor, stored: torch.Tensor, rows: torch.Tensor, results: tu
         assert_logits_match(name, results[i].cpu(), exact[i], naive[i], largest)
 
 
-@pytest.mark.parametrize("first_valid", [1, 64, 300, 512])
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_lists_that_begin_with_invalid_blocks(first_valid, num_splits):
-    cache, stored = written_cache(256)
-    rows = torch.randint(0, 256, (5, 512), device="cuda", dtype=torch.int32)
-    rows[:3, :first_valid] = -1
-    rows[3] = 2**31 - 1
-    q = torch.randn(5, 64, 576, device="cuda").bfloat16()
-    results = sparse_mla(
-        q, cache, rows, softmax_scale=0.05, plan=EvenSplit(num_splits), backend=KERNEL
-    )
-    check(q, stored, rows, results)
-
-
-def test_infinite_queries_over_invalid_entries():
-    """0 · inf is NaN: the scores of invalid entries must not be computed with."""
-    cache, _ = written_cache(128)
-    q = torch.randn(2, 64, 576, device="cuda").bfloat16()
-    q[0, 0, 3], q[1, 1, 5] = torch.inf, torch.nan
-    rows = torch.full((2, 128), -1, device="cuda", dtype=torch.int32)
-    out, lse, max_logits = sparse_mla(q, cache, rows, softmax_scale=0.05, backend=KERNEL)
-    assert not out.any()
-    assert (lse == -torch.inf).all()
-    assert (max_logits == -torch.inf).all()
-    rows[:, 70] = 5
-    out, lse, _ = sparse_mla(q, cache, rows, softmax_scale=0.05, backend=KERNEL)
-    others = torch.ones(2, 64, dtype=torch.bool, device="cuda")
-    others[0, 0] = others[1, 1] = False
-    assert out[others].isfinite().all()
-    assert lse[others].isfinite().all()
-    assert lse[1, 1].isnan()
-
-
 def test_a_million_rows():
     """Addresses past 2**31 elements."""
     num_rows = 2**20
@@ -194,35 +160,6 @@ def test_many_heads_of_many_tokens():
     for token in (1, tokens // 2, tokens - 1):
         assert_same_bits("out", out[token], out[0])
         assert_same_bits("lse", lse[token], lse[0])
-
-
-@pytest.mark.parametrize("num_tokens", [2, 300])
-def test_graphs_replay_with_other_lists(num_tokens):
-    """With 2 tokens lists are split."""
-    cache, stored = written_cache(512)
-    q = torch.randn(num_tokens, 128, 576, device="cuda").bfloat16()
-    integers = {"device": "cuda", "dtype": torch.int32}
-    lists = [torch.randint(-20, 520, (num_tokens, 700), **integers) for _ in range(2)]
-    lens = [torch.randint(0, 701, (num_tokens,), **integers) for _ in range(2)]
-    rows, topk_lens = lists[0].clone(), lens[0].clone()
-
-    def call():
-        return sparse_mla(q, cache, rows, topk_lens=topk_lens, softmax_scale=0.05, backend="hopper")
-
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    for i in (1, 0):
-        rows.copy_(lists[i])
-        topk_lens.copy_(lens[i])
-        for result in results:
-            poison(result)
-        graph.replay()
-        cut = torch.where(torch.arange(700, device="cuda") < topk_lens[:, None], rows, -1)
-        own = slice(0, 2)
-        check(q[own], stored, cut[own], tuple(result[own] for result in results))
 
 
 @pytest.mark.parametrize("calls", [4])

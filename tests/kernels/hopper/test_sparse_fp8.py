@@ -1,4 +1,4 @@
-"""Hopper's sparse kernel of FP8 rows, compared with the oracle on poisoned caches.
+"""Hopper's sparse kernels of FP8 rows, and what bf16 has in common with them, against the oracle.
 
 Half of the rows of every cache are NaN. Lists repeat rows, have invalid ids and, past their length,
 ids of poisoned rows.
@@ -33,7 +33,10 @@ KERNELS_AND_FORMATS = {
 EVERY_FORMAT = pytest.mark.parametrize(
     ("kernel", "format"), KERNELS_AND_FORMATS.values(), ids=KERNELS_AND_FORMATS.keys()
 )
-ROWS = dict.fromkeys(FORMATS, RowShape(512, 64, 512)) | {"fp8_block64": RowShape(448, 64, 512)}
+WITH_BF16 = {"m64-bf16": ("hopper:m64_bf16", "bf16"), **KERNELS_AND_FORMATS}
+EVERY_KERNEL = pytest.mark.parametrize(("kernel", "format"), WITH_BF16.values(), ids=WITH_BF16)
+ROWS = dict.fromkeys(("bf16", *FORMATS), RowShape(512, 64, 512))
+ROWS["fp8_block64"] = RowShape(448, 64, 512)
 
 
 def run(kernel: str, format: str, **fields: object) -> None:
@@ -358,7 +361,7 @@ def test_nan_scale_of_a_listed_row_reaches_its_token_only(byte, group, kernel):
 
 
 @pytest.mark.gpu
-@pairwise(kernel=KERNELS_AND_FORMATS, first_valid=[1, 64, 300, 512], num_splits=[1, 3])
+@pairwise(kernel=WITH_BF16, first_valid=[1, 64, 300, 512], num_splits=[1, 3])
 def test_lists_with_invalid_blocks(kernel, first_valid, num_splits):
     kernel, format = kernel
     cache, stored = written_cache(format, magnitudes(format, [1.0])[:256])
@@ -390,7 +393,7 @@ def test_one_entry_of_a_block_counts(size, kernel, format):
 
 
 @pytest.mark.gpu
-@EVERY_FORMAT
+@EVERY_KERNEL
 def test_infinite_queries_over_invalid_entries(kernel, format):
     """0 · inf is NaN: the scores of invalid entries must not be computed with."""
     cache, _ = written_cache(format, magnitudes(format, [1.0])[:128])
@@ -427,7 +430,7 @@ def test_millions_of_rows(kernel, format):
 
 
 @pytest.mark.gpu
-@EVERY_FORMAT
+@EVERY_KERNEL
 @pytest.mark.parametrize("num_tokens", [2, 300])
 def test_graphs_replay_with_other_lists(num_tokens, kernel, format):
     """With 2 tokens lists are split."""
