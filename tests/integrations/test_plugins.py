@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from mlakit.integrations.sglang import seams as sglang_seams
+from mlakit.integrations.vllm import seams as vllm_seams
 from tests.paths import ROOT
 
 if sys.version_info >= (3, 11):
@@ -16,9 +18,10 @@ if sys.version_info >= (3, 11):
 else:  # pytest brings it where the standard library has none
     import tomli as tomllib
 
-POINTS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
     "project"
-]["entry-points"]
+]
+POINTS = PROJECT["entry-points"]
 ENGINES = {"vllm.general_plugins": "vllm", "sglang.srt.plugins": "sglang"}
 LOAD = """
 import importlib, sys, warnings
@@ -28,7 +31,7 @@ with warnings.catch_warnings(record=True) as caught:
     register = getattr(importlib.import_module(module), name)
     register()
     register()
-print(sorted(m for m in ("torch", "triton", {engine!r}) if m in sys.modules))
+print(sorted(m for m in ("torch", "triton", "transformers", {engine!r}) if m in sys.modules))
 print(*(str(each.message) for each in caught if "mlakit" in str(each.message)), sep="\\n")
 """
 
@@ -43,6 +46,18 @@ def is_installed(engine: str) -> bool:
 
 def test_every_plugin_is_known():
     assert POINTS.keys() == ENGINES.keys()
+
+
+@pytest.mark.parametrize(
+    ("seams", "extra", "first", "last"),
+    [
+        (vllm_seams, "vllm>=0.26,<0.34", "0.26.0", "0.33.0"),
+        (sglang_seams, "sglang>=0.5.17,<0.5.24", "0.5.17", "0.5.23"),
+    ],
+)
+def test_an_extra_is_the_range_of_the_releases(seams, extra, first, last):
+    assert [extra] == PROJECT["optional-dependencies"][extra.partition(">")[0]]
+    assert (seams.RELEASES.first, seams.RELEASES.last) == (first, last)
 
 
 @pytest.mark.parametrize("group", ENGINES)
