@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -277,3 +278,48 @@ def test_the_current_device_and_stream_are_those_of_torch():
     with torch.cuda.stream(torch.cuda.Stream()) as _:
         assert private.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
     assert private.quick_allocator("cuda") is not None
+
+
+def test_the_entry_of_a_kernel_in_tritons_cache_is_found_without_a_compiler(tmp_path):
+    def compile_kernel() -> None:
+        found = triton.runtime.cache.get_cache_manager("ab" * 32).get_group("add_kernel.json")
+        raise AssertionError(f"the compiler would start, or load {found}")
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        own = triton.knobs.cache.manager_class
+        entry = private.cache_entry(compile_kernel)
+        assert triton.knobs.cache.manager_class is own
+        assert (entry.kernel, entry.exists) == ("add_kernel", False)
+        manager = triton.runtime.cache.get_cache_manager("ab" * 32)
+        assert manager.key == entry.key
+        manager.put_group("add_kernel.json", {"x": manager.put("text", "x")})
+        assert private.cache_entry(compile_kernel).exists
+        assert private.cache_folder() == str(tmp_path)
+    with pytest.raises(RuntimeError, match="compiled earlier in this process"):
+        private.cache_entry(lambda: None)
+
+
+def test_compilations_of_this_package_are_counted_and_other_listeners_hear_of_them(monkeypatch):
+    heard: list[str] = []
+    knobs = triton.knobs.compilation
+    monkeypatch.setattr(knobs, "listener", lambda src, **others: heard.append(src.name))
+    monkeypatch.setattr(private, "KERNEL_COUNTS", private.KernelCounts())
+    private.count_compilations()
+
+    def report(module: str, name: str, *, is_loaded: bool) -> None:
+        function = SimpleNamespace(__module__=module)
+        knobs.listener(
+            src=SimpleNamespace(fn=function, name=name),
+            metadata={},
+            metadata_group={},
+            times=None,
+            cache_hit=is_loaded,
+        )
+
+    report("mlakit.kernels.x", "add", is_loaded=False)
+    report("mlakit.kernels.x", "add", is_loaded=True)
+    report("vllm.x", "other", is_loaded=False)
+    counts = private.KERNEL_COUNTS
+    assert (counts.compiled, counts.loaded) == (Counter(add=1), Counter(add=1))
+    assert heard == ["add", "add", "other"]
