@@ -120,32 +120,32 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
     launch(
         KERNELS[kernel],
         (request_tiles, plan.cta_starts.shape[0] - 1),
-        q_tiles,
-        rope_tiles,
-        cache.kv,
-        cache.kv_rope,
+        q=q_tiles,
+        q_rope=rope_tiles,
+        kv=cache.kv,
+        kv_rope=cache.kv_rope,
         # a scale of 0 would turn the −inf of a hidden key into NaN
-        max(abs(softmax_scale) * log2(e) * cache.host_scale, SMALLEST_SCALE),
-        page_table.stride(0),
-        q_token_rows,
-        rope_token_rows,
-        heads,
-        slot_rows,
-        lse.stride(0),
-        Batch(
+        scale_log2=max(abs(softmax_scale) * log2(e) * cache.host_scale, SMALLEST_SCALE),
+        stride_table_request=page_table.stride(0),
+        q_token_rows=q_token_rows,
+        q_rope_token_rows=rope_token_rows,
+        heads=heads,
+        slot_rows=slot_rows,
+        stride_lse_token=lse.stride(0),
+        batch=Batch(
             *(q_starts, kv_lens, page_table),
             *(q_starts.stride(0), kv_lens.stride(0), page_table.stride(1)),
         ),
-        Schedule(
+        schedule=Schedule(
             *(plan.items, plan.cta_starts, plan.partial_starts),
             None if kernel == "m64_bf16" else head_tiles,
         ),
-        OutputArguments(
+        outputs=OutputArguments(
             *(out, lse, partial_out, partial_lse, sink),
             *(*out.stride()[:2], lse.stride(1), 0 if sink is None else sink.stride(0)),
         ),
-        cache.gather,
-        *cache.extra_arguments,
+        gather=cache.gather,
+        **cache.extra_arguments,
         TRAITS=Traits(
             ROWS=tiles.rows,
             PAGE=layer.page_size,
@@ -230,7 +230,7 @@ class CacheArguments:
     page_rows: int
     rope_column: int
     gather: Gather
-    extra_arguments: tuple[Any, ...]  # arguments that not every kernel has
+    extra_arguments: dict[str, Any]  # that not every kernel has
     host_scale: float  # of the tensor; 1 where it is on the device
     config: Any  # of `configs`
 
@@ -253,10 +253,10 @@ def _cache_arguments(
     if not format.IS_E4M3:
         kv = _tma_tiles(rows, tile_rows, tiles.kv_columns)
         kv_rope = _tma_tiles(rows, tile_rows, D_R)
-        extra_arguments: tuple[Any, ...] = ()
+        extra_arguments: dict[str, Any] = {}
         config: Any = small_m_bf16_config(tiles.rows) if kernel == "small_m_bf16" else None
         if kernel == "m64_bf16":
-            extra_arguments = (rows if _is_packed(rows) else None,)
+            extra_arguments = {"packed_rows": rows if _is_packed(rows) else None}
             config = m64_bf16_config(head_tiles, is_gathered=is_gathered)
         return CacheArguments(kv, kv_rope, page_rows, D_C, gather, extra_arguments, 1.0, config)
     words = rows.view(torch.int32)
@@ -266,10 +266,10 @@ def _cache_arguments(
         values = rows.view(torch.bfloat16)
         kv_rope, rope_column = _tma_tiles(values, tile_rows, D_R), values.shape[1] - D_R
     kv_scales, host_scale = _kv_scales(layer)
+    extra_arguments = {"kv_scales": kv_scales, "q_scales": _q_scales(q_scale)}
     if kernel == "m64_fp8_kv":
         gather = Gather(gather.words, words.stride(0) // 4)  # its own loads need the stride too
         config = m64_fp8_kv_config(is_packed=_is_packed(words))
-        extra_arguments = (kv_scales, _q_scales(q_scale))
         return CacheArguments(
             words, kv_rope, page_rows, rope_column, gather, extra_arguments, host_scale, config
         )
@@ -287,7 +287,6 @@ def _cache_arguments(
             is_gathered=is_gathered,
         )
     kv = _tma_tiles(words, tile_rows, 32)
-    extra_arguments = (kv_scales, _q_scales(q_scale))
     return CacheArguments(
         kv, kv_rope, page_rows, rope_column, gather, extra_arguments, host_scale, config
     )

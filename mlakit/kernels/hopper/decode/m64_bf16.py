@@ -74,6 +74,7 @@ from mlakit.kernels.hopper.decode.scheduler import (
     make_work,
     next_tile,
 )
+from mlakit.kernels.hopper.device.compat import record
 from mlakit.kernels.hopper.device.epilogue import finish_rows, store_lse, store_staged
 from mlakit.kernels.hopper.device.paged_loads import NO_ROW, wait_block
 from mlakit.kernels.hopper.device.primitives import acc_layout, opaque_zero, rescale_acc, zero_rows
@@ -84,6 +85,27 @@ from mlakit.kernels.hopper.device.softmax import (
     next_row_max,
     visible_scores,
 )
+
+
+@record
+class Operands:
+    """What both warpgroups read and write."""
+
+    inputs: object
+    packed_rows: object
+    scheduler: object
+    outputs: object
+    smem: object
+    barriers: object
+    logits: object
+
+
+@record
+class Softmax:
+    """The online softmax of a work tile."""
+
+    row_max: object  # [64], kept until a score exceeds it by far
+    row_sum: object
 
 
 @gluon.jit
@@ -106,24 +128,24 @@ def _mask(scores, block, keys, IS_LAST: gl.constexpr, logits):
 
 @gluon.jit
 def _even_pair(
-    pair, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max, row_sum, scores,
-    next_even, next_odd, logits, IS_LAST: gl.constexpr,
-):  # fmt: skip
-    """The even warpgroup's side of a pair of blocks; `next_*` are the rows of the next pair."""
+    pair, pairs_done, keys, operands, q_rope, acc, softmax, scores, pair_rows, IS_LAST: gl.constexpr
+):
+    """The even warpgroup's side of a pair of blocks; `pair_rows` are those of the next pair."""
     SCORES: gl.constexpr = scores.type.layout
     PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    inputs, smem, barriers = operands.inputs, operands.smem, operands.barriers
+    logits = operands.logits
     DTYPE: gl.constexpr = smem.left.dtype
     phase = (pairs_done + pair) & 1
     zero = opaque_zero()
     block = keys.first_block + 2 * pair
-    rows_even = next_even
-    rows_odd = next_odd
+    rows_even, rows_odd = pair_rows
     if not IS_LAST:
         load_part(inputs.kv_rope, rows_even, 512, barriers.rope_even, smem.rope, 0, ROPE_BYTES)
-        next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
+        pair_rows = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block, keys, IS_LAST, logits)
-    even_max = next_row_max(row_max, gl.max(scores, 1) * logits.scale)
-    rescale = gl.exp2(row_max - even_max)
+    even_max = next_row_max(softmax.row_max, gl.max(scores, 1) * logits.scale)
+    rescale = gl.exp2(softmax.row_max - even_max)
     exponentials = gl.exp2(scores * logits.scale - gl.expand_dims(even_max, 1))
     probs = exponentials.to(DTYPE)
     smem.max_even.store(even_max)
@@ -136,7 +158,7 @@ def _even_pair(
         zero_rows(smem.left, (0,), keys.end - block * 64)
     mbarrier.wait(barriers.scores_odd, phase)
     pending = warpgroup_mma(own_probs, smem.left.index(zero), acc, is_async=True)
-    row_sum = row_sum * rescale + gl.sum(exponentials, 1)
+    row_sum = softmax.row_sum * rescale + gl.sum(exponentials, 1)
     acc, own_probs = warpgroup_mma_wait(0, deps=(pending, own_probs))
     if not IS_LAST:
         load_part(inputs.kv, rows_even, 0, barriers.left_even, smem.left, 0, HALF_BYTES)
@@ -162,30 +184,30 @@ def _even_pair(
         scores = warpgroup_mma_wait(0, deps=(qk,))
     else:
         acc = warpgroup_mma_wait(0, deps=(pending,))
-    return acc, row_max, row_sum, scores, next_even, next_odd
+    return acc, Softmax(row_max, row_sum), scores, pair_rows
 
 
 @gluon.jit
 def _odd_pair(
-    pair, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max, row_sum, scores,
-    next_even, next_odd, logits, IS_LAST: gl.constexpr,
-):  # fmt: skip
+    pair, pairs_done, keys, operands, q_rope, acc, softmax, scores, pair_rows, IS_LAST: gl.constexpr
+):
     """The odd warpgroup's side of the same pair."""
     SCORES: gl.constexpr = scores.type.layout
     PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    inputs, smem, barriers = operands.inputs, operands.smem, operands.barriers
+    logits = operands.logits
     DTYPE: gl.constexpr = smem.left.dtype
     phase = (pairs_done + pair) & 1
     zero = opaque_zero()
     block = keys.first_block + 2 * pair
-    rows_even = next_even
-    rows_odd = next_odd
+    rows_even, rows_odd = pair_rows
     if not IS_LAST:
         load_part(inputs.kv_rope, rows_odd, 512, barriers.rope_odd, smem.rope, 1, ROPE_BYTES)
-        next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
+        pair_rows = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block + 1, keys, IS_LAST, logits)
     mbarrier.wait(barriers.p_even, phase)
     even_max = smem.max_even.load(gl.SliceLayout(1, SCORES))
-    acc = rescale_acc(acc, gl.exp2(row_max - even_max))
+    acc = rescale_acc(acc, gl.exp2(softmax.row_max - even_max))
     if IS_LAST:
         zero_rows(smem.right, (0,), keys.end - block * 64)
     pending = warpgroup_mma(smem.p_even, smem.right.index(zero), acc, is_async=True)
@@ -196,7 +218,7 @@ def _odd_pair(
     smem.p_odd.store(probs)
     fence_async_shared()
     mbarrier.arrive(barriers.p_odd, count=1)
-    row_sum = row_sum * gl.exp2(row_max - odd_max) + gl.sum(exponentials, 1)
+    row_sum = softmax.row_sum * gl.exp2(softmax.row_max - odd_max) + gl.sum(exponentials, 1)
     acc = warpgroup_mma_wait(0, deps=(pending,))
     acc = rescale_acc(acc, gl.exp2(even_max - odd_max))
     own_probs = gl.convert_layout(probs, PROBS)
@@ -217,7 +239,7 @@ def _odd_pair(
         qk = _add_qk(inputs, smem.q_left, smem.left, 1, barriers.left_odd, phase ^ 1, zero, qk)
         mbarrier.arrive(barriers.scores_odd, count=1)
         scores = warpgroup_mma_wait(0, deps=(qk,))
-    return acc, odd_max, row_sum, scores, next_even, next_odd
+    return acc, Softmax(odd_max, row_sum), scores, pair_rows
 
 
 @gluon.jit
@@ -247,13 +269,12 @@ def _first_scores(
 
 
 @gluon.jit
-def _store_half(
-    tile, outputs, heads, staging, acc, row_max, row_sum, IS_EVEN: gl.constexpr,
-    SCORES: gl.constexpr,
-):  # fmt: skip
+def _store_half(tile, outputs, heads, staging, acc, softmax, IS_EVEN: gl.constexpr):
     """Store a warpgroup's column half of the result; the even warpgroup also stores the lse."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    lse, out_scale = finish_rows(tile, outputs, heads, tile.first_head + row, row_max, row_sum)
+    row = gl.arange(0, 64, gl.SliceLayout(1, acc_layout(64)))
+    lse, out_scale = finish_rows(
+        tile, outputs, heads, tile.first_head + row, softmax.row_max, softmax.row_sum
+    )
     out_scale = gl.convert_layout(out_scale, gl.SliceLayout(1, acc.type.layout))
     acc = acc * gl.expand_dims(out_scale, 1)
     store_staged(tile, outputs, heads, acc, 0 if IS_EVEN else 256, staging)
@@ -262,10 +283,9 @@ def _store_half(
 
 
 @gluon.jit
-def _warpgroup(
-    IS_EVEN: gl.constexpr, item, index, inputs, packed_rows, scheduler, outputs, smem, barriers,
-    logits,
-):  # fmt: skip
+def _warpgroup(IS_EVEN: gl.constexpr, item, index, operands):
+    inputs, scheduler, outputs = operands.inputs, operands.scheduler, operands.outputs
+    smem, barriers = operands.smem, operands.barriers
     SCORES: gl.constexpr = acc_layout(64)
     ACC: gl.constexpr = acc_layout(256)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -281,65 +301,60 @@ def _warpgroup(
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
         num_pairs = gl.maximum((keys.end_block - keys.first_block + 1) // 2, 1)
-        next_even, next_odd = rows_of_pair(inputs, keys, keys.first_block + 2)
+        pair_rows = rows_of_pair(inputs, keys, keys.first_block + 2)
         # while the first loads are in flight; in later tiles there are enough of them
-        own_rows = next_even if IS_EVEN else next_odd
-        prefetch_block(inputs, packed_rows, gl.where(tiles_done == 0, own_rows, NO_ROW))
+        own_rows = pair_rows[0] if IS_EVEN else pair_rows[1]
+        prefetch_block(inputs, operands.packed_rows, gl.where(tiles_done == 0, own_rows, NO_ROW))
         mbarrier.wait(barriers.q, tiles_done & 1)
         own_probs = smem.p_even if IS_EVEN else smem.p_odd
         q_rope = own_probs.load(gl.DotOperandLayout(0, SCORES, 2))
         acc = gl.zeros([64, 256], gl.float32, ACC)
-        row_max = gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW)
-        row_sum = gl.zeros([64], gl.float32, ROW)
+        softmax = Softmax(
+            row_max=gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
+            row_sum=gl.zeros([64], gl.float32, ROW),
+        )
         scores = _first_scores(inputs, smem, barriers, q_rope, pairs_done & 1, IS_EVEN, SCORES)
-        for pair in range(num_pairs - 1):
+        last_pair = num_pairs - 1
+        for pair in range(last_pair):
             if IS_EVEN:
-                acc, row_max, row_sum, scores, next_even, next_odd = _even_pair(
-                    pair, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max, row_sum,
-                    scores, next_even, next_odd, logits, False,
-                )  # fmt: skip
+                acc, softmax, scores, pair_rows = _even_pair(
+                    pair, pairs_done, keys, operands, q_rope, acc, softmax, scores, pair_rows, False
+                )
             else:
-                acc, row_max, row_sum, scores, next_even, next_odd = _odd_pair(
-                    pair, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max, row_sum,
-                    scores, next_even, next_odd, logits, False,
-                )  # fmt: skip
+                acc, softmax, scores, pair_rows = _odd_pair(
+                    pair, pairs_done, keys, operands, q_rope, acc, softmax, scores, pair_rows, False
+                )
         # looked up now: the loads that follow this tile then wait for no other load
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
         token, first_head, rows, next_rows = lookup_start(inputs, scheduler, next_item, next_index)
         if IS_EVEN:
-            acc, row_max, row_sum, scores, next_even, next_odd = _even_pair(
-                num_pairs - 1, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max,
-                row_sum, scores, next_even, next_odd, logits, True,
-            )  # fmt: skip
-            smem.sum_even.store(row_sum)
+            acc, softmax, scores, pair_rows = _even_pair(
+                last_pair, pairs_done, keys, operands, q_rope, acc, softmax, scores, pair_rows, True
+            )
+            smem.sum_even.store(softmax.row_sum)
             mbarrier.arrive(barriers.sum_even, count=1)
             mbarrier.wait(barriers.sum_odd, tiles_done & 1)
-            row_sum = row_sum + smem.sum_odd.load(ROW)
+            row_sum = softmax.row_sum + smem.sum_odd.load(ROW)
+            softmax = softmax.replace(row_sum=row_sum)
             # queries, keys and P have all been read: the next loads overlap with the epilogue
             if next_item < scheduler.last_item:
                 load_even(inputs, token, first_head, rows, smem, barriers)
             # located again: kept through the loop, it would take registers
             tile = locate_tile(scheduler, item, index)
-            _store_half(
-                tile, outputs, scheduler.heads, smem.left.index(1), acc, row_max, row_sum, True,
-                SCORES,
-            )  # fmt: skip
+            _store_half(tile, outputs, scheduler.heads, smem.left.index(1), acc, softmax, True)
             if next_item < scheduler.last_item:
                 load_odd_left(inputs, next_rows, smem, barriers)
         else:
-            acc, row_max, row_sum, scores, next_even, next_odd = _odd_pair(
-                num_pairs - 1, pairs_done, keys, inputs, smem, barriers, q_rope, acc, row_max,
-                row_sum, scores, next_even, next_odd, logits, True,
-            )  # fmt: skip
-            smem.sum_odd.store(row_sum)
+            acc, softmax, scores, pair_rows = _odd_pair(
+                last_pair, pairs_done, keys, operands, q_rope, acc, softmax, scores, pair_rows, True
+            )
+            smem.sum_odd.store(softmax.row_sum)
             mbarrier.arrive(barriers.sum_odd, count=1)
             mbarrier.wait(barriers.sum_even, tiles_done & 1)
-            row_sum = row_sum + smem.sum_even.load(ROW)
+            row_sum = softmax.row_sum + smem.sum_even.load(ROW)
+            softmax = softmax.replace(row_sum=row_sum)
             tile = locate_tile(scheduler, item, index)
-            _store_half(
-                tile, outputs, scheduler.heads, smem.right.index(1), acc, row_max, row_sum, False,
-                SCORES,
-            )  # fmt: skip
+            _store_half(tile, outputs, scheduler.heads, smem.right.index(1), acc, softmax, False)
             if next_item < scheduler.last_item:
                 load_odd_right(inputs, next_rows, smem, barriers)
         pairs_done += num_pairs
@@ -349,54 +364,60 @@ def _warpgroup(
 
 
 @gluon.jit
-def _even_warpgroup(
-    item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2,
-    SCORES: gl.constexpr,
-):  # fmt: skip
-    logits = Logits(scale_log2, SCORES)
-    _warpgroup(
-        True, item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, logits
-    )  # fmt: skip
+def _even_warpgroup(item, index, operands):
+    _warpgroup(True, item, index, operands)
 
 
 @gluon.jit
-def _odd_warpgroup(
-    item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2,
-    SCORES: gl.constexpr,
-):  # fmt: skip
-    logits = Logits(scale_log2, SCORES)
-    _warpgroup(
-        False, item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, logits
-    )  # fmt: skip
+def _odd_warpgroup(item, index, operands):
+    _warpgroup(False, item, index, operands)
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_m64_bf16_kernel(
-    q, q_rope,  # TMA descriptors: tiles of 64 x 256, of 64 x 64 where rotated
-    kv, kv_rope,  # likewise; of PAGE rows where pages are smaller
-    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
+    q,  # TMA descriptors: tiles of 64 x 256
+    q_rope,  # of 64 x 64
+    kv,  # likewise; of PAGE rows where pages are smaller
+    kv_rope,
+    scale_log2,
+    stride_table_request,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
     stride_lse_token,
-    batch, schedule, outputs, gather,  # `arguments`
+    batch,  # these four are of `arguments`
+    schedule,
+    outputs,
+    gather,
     packed_rows,  # the cache, if nothing lies between its rows, or None
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Bf16Config`
-):  # fmt: skip
+):
     """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     inputs, scheduler, outputs = make_work(
-        q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
-        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
-        CONFIG.HEAD_TILES, HAS_WARM_UP=True,
-    )  # fmt: skip
+        (q, q_rope, kv, kv_rope),
+        (stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows, stride_lse_token),
+        (batch, schedule, outputs, gather),
+        TRAITS,
+        CONFIG.HEAD_TILES,
+        HAS_WARM_UP=True,
+    )
     smem = alloc_smem(kv)
     barriers = alloc_all_barriers(gather.words)
     scheduler, item, index = first_tile_or_warm_up(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
-        SCORES: gl.constexpr = TRAITS.SCORES
-        args = (
-            item, index, inputs, packed_rows, scheduler, outputs, smem, barriers, scale_log2,
-            SCORES,
-        )  # fmt: skip
+        operands = Operands(
+            inputs=inputs,
+            packed_rows=packed_rows,
+            scheduler=scheduler,
+            outputs=outputs,
+            smem=smem,
+            barriers=barriers,
+            logits=Logits(scale_log2, TRAITS.SCORES),
+        )
+        args = (item, index, operands)
         if gather.words is None:
             gl.warp_specialize(
                 [(_even_warpgroup, args), (_odd_warpgroup, args)],

@@ -155,9 +155,7 @@ def _softmax_step(scores, block, fill, keys, softmax, logits, scales, traits):
 
 
 @gluon.jit
-def _softmax_block(
-    scores, block, fill, keys, softmax, logits, pending, blocks, prob_stage, traits
-):  # fmt: skip
+def _softmax_block(scores, block, fill, keys, softmax, logits, pending, blocks, prob_stage, traits):
     """Softmax of a block, whose probabilities go to PV: (acc of the blocks before, rescaled;
     softmax after this block).
 
@@ -178,9 +176,19 @@ def _softmax_block(
 
 @gluon.jit
 def _qk_softmax_warpgroup(
-    item, index, inputs, scheduler, outputs, query, prob_stage, blocks, scale_log2, tensor_scale,
-    traits, q_scales,
-):  # fmt: skip
+    item,
+    index,
+    inputs,
+    scheduler,
+    outputs,
+    query,
+    prob_stage,
+    blocks,
+    scale_log2,
+    tensor_scale,
+    traits,
+    q_scales,
+):
     """Run the QK-softmax warpgroup, which also computes PV of the left column half."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     fill = item * 0
@@ -207,9 +215,8 @@ def _qk_softmax_warpgroup(
         last_block = keys.first_block + num_blocks(keys) - 1
         for block in range(keys.first_block, last_block):
             acc, softmax = _softmax_block(
-                scores, block, fill, keys, softmax, logits, pending, blocks, prob_stage,
-                traits,
-            )  # fmt: skip
+                scores, block, fill, keys, softmax, logits, pending, blocks, prob_stage, traits
+            )
             qk = _issue_qk(inputs, query, blocks, fill + 1)
             values = blocks.left.index(fill & 1)
             pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
@@ -219,9 +226,8 @@ def _qk_softmax_warpgroup(
         if next_item < scheduler.last_item:
             load_query(inputs, scheduler, next_item, next_index, query)
         acc, softmax = _softmax_block(
-            scores, last_block, fill, keys, softmax, logits, pending, blocks, prob_stage,
-            traits,
-        )  # fmt: skip
+            scores, last_block, fill, keys, softmax, logits, pending, blocks, prob_stage, traits
+        )
         values = blocks.left.index(fill & 1)
         pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pending,))
@@ -275,27 +281,40 @@ def _pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stage, blocks):
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_m64_fp8_kv_kernel(
-    q, q_rope,  # TMA descriptors: tiles of 64 x 256, of 64 x 64 where rotated
-    words,  # the cache, int32
+    q,  # TMA descriptors: tiles of 64 x 256
+    q_rope,  # of 64 x 64
+    kv,  # the cache, int32
     kv_rope,  # TMA descriptor: tiles of 64 x 64 bfloat16, of PAGE rows where pages are smaller; for
     # fp8_token: in other formats the dequant warpgroup loads rotated columns itself
-    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
+    scale_log2,
+    stride_table_request,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
     stride_lse_token,
-    batch, schedule, outputs, gather, kv_scales, q_scales,  # `arguments`
+    batch,  # these six are of `arguments`
+    schedule,
+    outputs,
+    gather,
+    kv_scales,
+    q_scales,
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
-):  # fmt: skip
+):
     """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     NONE: gl.constexpr = None
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(
-        q, q_rope, NONE, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
-        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        (q, q_rope, NONE, kv_rope),
+        (stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows, stride_lse_token),
+        (batch, schedule, outputs, gather),
+        TRAITS,
         schedule.head_tiles,
-    )  # fmt: skip
+    )
     FORMAT: gl.constexpr = TRAITS.FORMAT
     rows = CacheRows(
-        words=words,
+        words=kv,
         ROPE_COLUMN=TRAITS.ROPE_COLUMN,
         IS_PACKED=CONFIG.IS_PACKED,
         scales=kv_scales.row_scales,
@@ -321,8 +340,18 @@ def mla_decode_m64_fp8_kv_kernel(
                 (
                     _qk_softmax_warpgroup,
                     (
-                        item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
-                        scale_log2, tensor_scale, traits, q_scales,
+                        item,
+                        index,
+                        inputs,
+                        scheduler,
+                        outputs,
+                        query,
+                        prob_stage,
+                        blocks,
+                        scale_log2,
+                        tensor_scale,
+                        traits,
+                        q_scales,
                     ),
                 ),
                 (_pv_warpgroup, (item, index, inputs, scheduler, outputs, prob_stage, blocks)),
@@ -333,4 +362,4 @@ def mla_decode_m64_fp8_kv_kernel(
             ],
             [4, 4],
             [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
-        )  # fmt: skip
+        )

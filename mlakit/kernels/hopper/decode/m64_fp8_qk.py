@@ -158,7 +158,7 @@ def _pv(prob_stages, fill, latent, stage, phase, acc, num_valid, FIRST: gl.const
 @gluon.jit
 def _pv_warpgroup(
     NUMBER: gl.constexpr, item, index, inputs, scheduler, outputs, prob_stages, pipelines
-):  # fmt: skip
+):
     FIRST: gl.constexpr = NUMBER * OWN_TILES
     latent = pipelines.latent
     stage, phase = item * 0, item * 0
@@ -185,24 +185,35 @@ def _pv_warpgroup(
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_m64_fp8_qk_kernel(
-    # TMA descriptors: words, tiles of 64 x 32; where rotated 64 x 16, or 64 x 64 bfloat16
-    q, q_rope,
-    # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8). Tiles have PAGE rows
-    # where pages are smaller
-    kv, kv_rope,
-    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
+    q,  # TMA descriptors: words, tiles of 64 x 32
+    q_rope,  # 64 x 16, or 64 x 64 bfloat16
+    kv,  # words, 64 x 32; tiles have PAGE rows where pages are smaller
+    kv_rope,  # 64 x 64 bfloat16, or 64 x 16 words (fp8)
+    scale_log2,
+    stride_table_request,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
     stride_lse_token,
-    batch, schedule, outputs, gather, kv_scales, q_scales,  # `arguments`
+    batch,  # these six are of `arguments`
+    schedule,
+    outputs,
+    gather,
+    kv_scales,
+    q_scales,
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8QkConfig`
-):  # fmt: skip
+):
     """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(
-        q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
-        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        (q, q_rope, kv, kv_rope),
+        (stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows, stride_lse_token),
+        (batch, schedule, outputs, gather),
+        TRAITS,
         schedule.head_tiles,
-    )  # fmt: skip
+    )
     HAS_ROW_SCALES: gl.constexpr = kv_scales.row_scales is not None
     pipelines = _alloc_pipelines(CONFIG.STAGES, inputs, HAS_ROW_SCALES)
     query = Query(

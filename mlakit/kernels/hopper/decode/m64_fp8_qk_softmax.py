@@ -190,9 +190,7 @@ def _to_probs(exponentials, scales, factor, chunk: gl.constexpr, HAS_ROW_SCALES:
 
 
 @gluon.jit
-def _scale_and_mask(
-    scores, block, keys, q_scale, scales, logits, HAS_ROW_SCALES: gl.constexpr
-):  # fmt: skip
+def _scale_and_mask(scores, block, keys, q_scale, scales, logits, HAS_ROW_SCALES: gl.constexpr):
     if HAS_ROW_SCALES:
         scores *= gl.expand_dims(scales.load(gl.SliceLayout(0, SCORES)) * q_scale, 0)
     else:
@@ -222,9 +220,18 @@ def _next_prob_scale(softmax, pipelines, stage, HAS_ROW_SCALES: gl.constexpr):
 
 @gluon.jit
 def _softmax_block(
-    inputs, scores, block, keys, softmax, q_scale, operands, pipelines, stage, phase,
+    inputs,
+    scores,
+    block,
+    keys,
+    softmax,
+    q_scale,
+    operands,
+    pipelines,
+    stage,
+    phase,
     IS_LAST: gl.constexpr,
-):  # fmt: skip
+):
     """Return (probabilities as two chunks of float16, rescale of acc, softmax after this block, QK
     of the block in the next stage, which the last one has not)"""
     scale_log2 = gl.maximum(operands.logits.scale, SMALLEST_SCALE)
@@ -313,9 +320,18 @@ def qk_softmax_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, p
             scores = _first_scores(inputs, operands, pipelines, stage, phase)
             for block in range(keys.first_block, last_block):
                 probs, rescale, softmax, qk = _softmax_block(
-                    inputs, scores, block, keys, softmax, q_scale, operands, pipelines, stage,
-                    phase, False,
-                )  # fmt: skip
+                    inputs,
+                    scores,
+                    block,
+                    keys,
+                    softmax,
+                    q_scale,
+                    operands,
+                    pipelines,
+                    stage,
+                    phase,
+                    False,
+                )
                 _store_probs(prob_stages, fill, probs, rescale)
                 # only now: the row scales have been read
                 release(pipelines.latent, stage)
@@ -325,9 +341,18 @@ def qk_softmax_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, p
                 # would have its registers copied, and the assembler would wait for it each time
                 scores = warpgroup_mma_wait(0, deps=(qk,))
             probs, rescale, softmax, scores = _softmax_block(
-                inputs, scores, last_block, keys, softmax, q_scale, operands, pipelines, stage,
-                phase, True,
-            )  # fmt: skip
+                inputs,
+                scores,
+                last_block,
+                keys,
+                softmax,
+                q_scale,
+                operands,
+                pipelines,
+                stage,
+                phase,
+                True,
+            )
             _store_probs(prob_stages, fill, probs, rescale)
             release(pipelines.latent, stage)
             stage, phase = next_stage(pipelines.latent, stage, phase)

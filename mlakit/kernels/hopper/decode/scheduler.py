@@ -97,14 +97,20 @@ class WorkTile:
 
 @gluon.jit
 def make_work(
-    q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
-    stride_lse_token, batch, schedule, outputs, gather, TRAITS: gl.constexpr, HEAD_TILES,
-    HAS_WARM_UP: gl.constexpr = False,
-):  # fmt: skip
+    tiles, varying, records, TRAITS: gl.constexpr, HEAD_TILES, HAS_WARM_UP: gl.constexpr = False
+):
     """Return (Inputs, TileScheduler, Outputs) of a kernel's arguments.
 
+    tiles       q, q_rope, kv and kv_rope
+    varying     the integers that are single arguments
+    records     batch, schedule, outputs and gather
     HEAD_TILES  work tiles of a query: `schedule.head_tiles`, or a constant
     """
+    q, q_rope, kv, kv_rope = tiles
+    stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows, stride_lse_token = (
+        varying
+    )
+    batch, schedule, outputs, gather = records
     inputs = Inputs(
         q=q,
         q_rope=q_rope,

@@ -120,9 +120,7 @@ def _pv(probs, latent, stage, phase, acc, rescale, num_valid):
 
 
 @gluon.jit
-def _consumer(
-    item, index, inputs, scheduler, outputs, query, probs, pipelines, logits
-):  # fmt: skip
+def _consumer(item, index, inputs, scheduler, outputs, query, probs, pipelines, logits):
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -170,20 +168,32 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_small_m_bf16_kernel(
-    q, q_rope,  # TMA descriptors: tiles of ROWS x 128, of ROWS x 64 where rotated
-    kv, kv_rope,  # of 64 x 128 and 64 x 64; where pages are smaller of PAGE x 64 both
-    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
+    q,  # TMA descriptors: tiles of ROWS x 128
+    q_rope,  # of ROWS x 64
+    kv,  # of 64 x 128; where pages are smaller of PAGE x 64
+    kv_rope,  # of 64 x 64; where pages are smaller of PAGE x 64
+    scale_log2,
+    stride_table_request,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
     stride_lse_token,
-    batch, schedule, outputs, gather,  # `arguments`
+    batch,  # these four are of `arguments`
+    schedule,
+    outputs,
+    gather,
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMBf16Config`
-):  # fmt: skip
+):
     """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     inputs, scheduler, outputs = make_work(
-        q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
-        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        (q, q_rope, kv, kv_rope),
+        (stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows, stride_lse_token),
+        (batch, schedule, outputs, gather),
+        TRAITS,
         schedule.head_tiles,
-    )  # fmt: skip
+    )
     NONE: gl.constexpr = None
     ROWS: gl.constexpr = TRAITS.ROWS
     WARPS: gl.constexpr = producer_warps(gather.words)
@@ -211,7 +221,14 @@ def mla_decode_small_m_bf16_kernel(
                 (
                     _consumer,
                     (
-                        item, index, inputs, scheduler, outputs, query, probs, pipelines,
+                        item,
+                        index,
+                        inputs,
+                        scheduler,
+                        outputs,
+                        query,
+                        probs,
+                        pipelines,
                         logits,
                     ),
                 ),
@@ -222,4 +239,4 @@ def mla_decode_small_m_bf16_kernel(
             ],
             [WARPS],
             [CONFIG.PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )

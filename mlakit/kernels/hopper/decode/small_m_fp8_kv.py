@@ -118,7 +118,7 @@ def _read_values(latent, d: gl.constexpr, stage, phase, num_valid, LAYOUT: gl.co
 @gluon.jit
 def pv_block(
     probs, fill, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+):
     """acc · rescale + Vᵀ·Pᵀ of a block whose first `num_valid` keys exist; releases its stages.
 
     acc  of each tile of columns from FIRST on, [D_TILE, heads]
@@ -150,9 +150,16 @@ def pv_block(
 
 @gluon.jit
 def _pv_warpgroup(
-    NUMBER: gl.constexpr, WARPGROUPS: gl.constexpr, item, index, inputs, scheduler, outputs, probs,
+    NUMBER: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    item,
+    index,
+    inputs,
+    scheduler,
+    outputs,
+    probs,
     pipelines,
-):  # fmt: skip
+):
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     OWN_TILES: gl.constexpr = D_TILES // WARPGROUPS
@@ -185,24 +192,35 @@ def _pv_warpgroup(
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_small_m_fp8_kv_kernel(
-    # TMA descriptors: tiles of ROWS x 128, of ROWS x 64 where rotated; FP8: words
-    q, q_rope,
-    # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8). Tiles have PAGE rows
-    # where pages are smaller
-    kv, kv_rope,
-    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
+    q,  # TMA descriptors: tiles of ROWS x 128; FP8: words
+    q_rope,  # of ROWS x 64
+    kv,  # words, 64 x 32; tiles have PAGE rows where pages are smaller
+    kv_rope,  # 64 x 64 bfloat16, or 64 x 16 words (fp8)
+    scale_log2,
+    stride_table_request,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
     stride_lse_token,
-    batch, schedule, outputs, gather, kv_scales, q_scales,  # `arguments`
+    batch,  # these six are of `arguments`
+    schedule,
+    outputs,
+    gather,
+    kv_scales,
+    q_scales,
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMFp8KvConfig`
-):  # fmt: skip
+):
     """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(
-        q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
-        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        (q, q_rope, kv, kv_rope),
+        (stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows, stride_lse_token),
+        (batch, schedule, outputs, gather),
+        TRAITS,
         schedule.head_tiles,
-    )  # fmt: skip
+    )
     FORMAT: gl.constexpr = TRAITS.FORMAT
     ROWS: gl.constexpr = TRAITS.ROWS
     COPIES: gl.constexpr = D_TILES if FORMAT.SCALED_BY == "group" else 1
@@ -222,7 +240,11 @@ def mla_decode_small_m_fp8_kv_kernel(
         scale_stages = alloc_scale_stages(CONFIG.ROPE_STAGES, COPIES)
     pipelines = KVPipelines(
         alloc_pipeline(
-            CONFIG.STAGES, D_TILE // 4, kv, CONSUMERS=2, TILES_PER_STAGE=CONFIG.TILES_PER_STAGE,
+            CONFIG.STAGES,
+            D_TILE // 4,
+            kv,
+            CONSUMERS=2,
+            TILES_PER_STAGE=CONFIG.TILES_PER_STAGE,
             ARRIVALS=LOADS,
         ),
         alloc_pipeline(
@@ -230,7 +252,7 @@ def mla_decode_small_m_fp8_kv_kernel(
         ),
         scale_stages,
         NONE,
-    )  # fmt: skip
+    )
     loaded = Query(
         gl.allocate_shared_memory(q.dtype, [D_TILES, ROWS, q.block_shape[1]], q.layout),
         gl.allocate_shared_memory(q_rope.dtype, [1, ROWS, q_rope.block_shape[1]], q_rope.layout),
@@ -330,7 +352,9 @@ def mla_decode_small_m_fp8_kv_kernel(
                 ],
                 [4, 4, 4, WARPS],
                 [
-                    CONFIG.SOFTMAX_REGISTERS, CONFIG.SOFTMAX_REGISTERS, CONFIG.PV_REGISTERS,
+                    CONFIG.SOFTMAX_REGISTERS,
+                    CONFIG.SOFTMAX_REGISTERS,
+                    CONFIG.PV_REGISTERS,
                     CONFIG.PRODUCER_REGISTERS,
                 ],
-            )  # fmt: skip
+            )

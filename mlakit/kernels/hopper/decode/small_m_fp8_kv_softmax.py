@@ -209,9 +209,18 @@ def load_row_scales(pipelines, stage, d: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def qk_block(
-    inputs, query, pipelines, stage, phase, rope_stage, rope_phase, score_scale,
-    LAYOUT: gl.constexpr, FORMAT: gl.constexpr, SCALES_ROPE: gl.constexpr,
-):  # fmt: skip
+    inputs,
+    query,
+    pipelines,
+    stage,
+    phase,
+    rope_stage,
+    rope_phase,
+    score_scale,
+    LAYOUT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALES_ROPE: gl.constexpr,
+):
     """Scores of a block, [64 keys, heads], times the scales of its rows.
 
     Releases its stages, but for the rotated columns of rows with scales: probabilities need those.
@@ -366,7 +375,7 @@ def _read_exchange(exchange, ROW: gl.constexpr, HAS_ROW_SCALES: gl.constexpr):
 @gluon.jit
 def softmax_block(
     warpgroup, scores, fill, is_first, row_sum, probs, pipelines, rope_stage, scale_log2
-):  # fmt: skip
+):
     """Hand the probabilities of a block to PV; return row_sum after this block.
 
     scores   [64 keys, heads], −inf for hidden keys
@@ -474,15 +483,31 @@ def qk_softmax_warpgroup(warpgroup, item, index, inputs, scheduler, outputs, sta
             block = own_block + opaque_zero()
             fill = blocks_done + block - keys.first_block
             scores, stage, phase = qk_block(
-                inputs, query, pipelines, stage, phase, rope_stage, rope_phase, scaled.scale,
-                LAYOUT, FORMAT, SCALES_ROPE,
-            )  # fmt: skip
+                inputs,
+                query,
+                pipelines,
+                stage,
+                phase,
+                rope_stage,
+                rope_phase,
+                scaled.scale,
+                LAYOUT,
+                FORMAT,
+                SCALES_ROPE,
+            )
             stage, phase = advance(pipelines.latent, stage, phase, FILLS)
             scores = mask_scores(scores, block, keys, 0, state.logits)
             row_sum = softmax_block(
-                warpgroup, scores, fill, block == keys.first_block, row_sum, probs, pipelines,
-                rope_stage, scale_log2,
-            )  # fmt: skip
+                warpgroup,
+                scores,
+                fill,
+                block == keys.first_block,
+                row_sum,
+                probs,
+                pipelines,
+                rope_stage,
+                scale_log2,
+            )
             rope_stage, rope_phase = advance(pipelines.rope, rope_stage, rope_phase, 2)
         row_max, row_sum, prob_scale = sum_tile(
             warpgroup, first_block >= keys.end_block, row_sum, tiles_done, pipelines, LAYOUT

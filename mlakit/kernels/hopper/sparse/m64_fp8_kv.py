@@ -163,9 +163,17 @@ def _probabilities(scores, row_scale, factor, block_max, blocks_done, softmax, s
 
 @gluon.jit
 def _softmax_block(
-    scores, is_first, blocks_done, tiles_done, softmax, row_scale, pending, stages, prob_stage,
+    scores,
+    is_first,
+    blocks_done,
+    tiles_done,
+    softmax,
+    row_scale,
+    pending,
+    stages,
+    prob_stage,
     SIGN: gl.constexpr,
-):  # fmt: skip
+):
     """Softmax of a block, whose probabilities go to PV: (acc of the blocks before, rescaled;
     softmax after this block).
 
@@ -192,9 +200,18 @@ def _softmax_block(
 
 @gluon.jit
 def _qk_softmax_warpgroup(
-    q, work, tokens, heads, outputs, query, prob_stage, stages, block_counts, scale_log2,
+    q,
+    work,
+    tokens,
+    heads,
+    outputs,
+    query,
+    prob_stage,
+    stages,
+    block_counts,
+    scale_log2,
     SIGN: gl.constexpr,
-):  # fmt: skip
+):
     """Run the QK-softmax warpgroup, which also computes PV of the left column half."""
     tile = gl.program_id(0)
     blocks_done = tile * 0
@@ -251,7 +268,7 @@ def _qk_softmax_warpgroup(
 @gluon.jit
 def _pv_warpgroup(
     work, tokens, heads, outputs, prob_stage, stages, block_counts, FORMAT: gl.constexpr
-):  # fmt: skip
+):
     """Run the PV warpgroup, which computes PV of the right column half.
 
     It waits most of the time, so it also prefetches rows of fp8_block128 to L2, ahead of the
