@@ -51,6 +51,7 @@ class AbsorbedCase(BatchedCase, PagedCase):
         return self.sharpness / sqrt(self.row.width)
 
     def query(self, inputs: Inputs, tokens: int) -> Query:
+        """Draw the queries of a call, without a sink."""
         values, row = inputs.queries(tokens, self.heads, self.row.width), self.row
         if self.q_rope_dtype:
             latent, rope = values.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
