@@ -14,6 +14,8 @@ Lineage    own design; ideas: the maths of DeepSeek V3.2's indexer. DeepGEMM's k
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,15 +24,22 @@ from torch import Tensor
 from mlakit.cache import CacheLayer
 from mlakit.kernels.arguments import LogitsArguments, filled
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import as_bytes
+from mlakit.kernels.triton.arguments import (
+    as_bytes,
+    cache_arguments,
+    length_arguments,
+    page_table_arguments,
+)
 from mlakit.kernels.triton.configs import has_fp8_dots, pick_indexer_config
 from mlakit.kernels.triton.primitives import load_row_tile, mask_interval, widen_e4m3
 from mlakit.kernels.triton.rows import (
     TRITON_TYPES,
     ComputeTypes,
+    RowTraits,
     row_tiles,
     row_traits,
 )
+from mlakit.model.masks import MaskTraits
 
 E4M3 = torch.float8_e4m3fn
 
@@ -59,54 +68,42 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     query_tiles = tokens if config.queries == 1 else tokens // config.queries + batch
     runs = triton.cdiv(columns, config.keys * config.tiles)
     is_flat = isinstance(page_table, tuple)
-    starts, table = page_table if isinstance(page_table, tuple) else (None, page_table)
-    scale, scales, payload = layer.tensor_scale, layer.scales, as_bytes(layer.payload)
-    traits = row_traits(layer, tiles, types, has_fp8=device.has_fp8)
+    table, stride_table_request = page_table_arguments(page_table)
+    cache, traits = cache_arguments(layer), row_traits(layer, tiles, types, has_fp8=device.has_fp8)
     q = as_bytes(q)
     if is_fp8:
-        q, payload = q.view(E4M3), payload.view(E4M3)
+        q, cache = q.view(E4M3), cache._replace(payload=cache.payload.view(E4M3))
         traits = traits._replace(DTYPE=tl.float8e4nv)
     launch(
         _indexer_logits_kernel,
         (query_tiles * runs if batch else 0,),
-        q,
-        weights,
-        payload,
-        payload if scales is None else scales,
-        table,
-        starts,
-        kv_lens,
-        q_starts,
-        scale.to(q.device) if isinstance(scale, Tensor) else None,
-        1.0 if isinstance(scale, Tensor) else float(scale),
-        out,
-        batch,
-        columns,
-        query_tiles,
-        config.tiles,
-        mask.window,
-        *q.stride()[:2],
-        *weights.stride(),
-        *payload.stride()[:2],
-        *((0, 0) if scales is None else scales.stride()[:2]),
-        *((0, table.stride(0)) if is_flat else table.stride()),
-        0 if starts is None else starts.stride(0),
-        kv_lens.stride(0),
-        q_starts.stride(0),
-        out.stride(0),
-        HEADS=heads,
-        ROW=traits,
-        IS_Q_FP8=a.q.dtype == E4M3,
-        PAGE=layer.page_size,
-        IS_FLAT=is_flat,
-        HAS_WHOLE_PAGES=not is_flat and _has_whole_pages(config.keys, layer.page_size),
-        MASK=mask.traits,
-        QUERIES=config.queries,
-        HEAD_BLOCK=config.heads,
-        # one of no heads, too: what a block loads has to be known when the kernel is compiled
-        HEAD_BLOCKS=max(triton.cdiv(heads, config.heads), 1),
-        KEYS=config.keys,
-        STAGES=config.num_stages,
+        num_requests=batch,
+        columns=columns,
+        query_tiles=query_tiles,
+        tiles=config.tiles,
+        window=mask.window,
+        stride_table_request=stride_table_request,
+        out=out,
+        stride_out=out.stride(0),
+        queries=QueryArguments(q, weights, *q.stride()[:2], *weights.stride()),
+        cache=cache,
+        page_table=table,
+        lengths=length_arguments(q_starts, kv_lens),
+        TRAITS=Traits(
+            HEADS=heads,
+            ROW=traits,
+            IS_Q_FP8=a.q.dtype == E4M3,
+            PAGE=layer.page_size,
+            IS_FLAT=is_flat,
+            HAS_WHOLE_PAGES=not is_flat and _has_whole_pages(config.keys, layer.page_size),
+            MASK=mask.traits,
+            QUERIES=config.queries,
+            HEAD_BLOCK=config.heads,
+            # one of no heads, too: what a block loads has to be known when the kernel is compiled
+            HEAD_BLOCKS=max(triton.cdiv(heads, config.heads), 1),
+            KEYS=config.keys,
+            STAGES=config.num_stages,
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -137,49 +134,68 @@ def _common_type(*dtypes: torch.dtype) -> torch.dtype:
     return wide.pop() if len(wide) == 1 else torch.float32
 
 
-VARYING = [
-    "tensor_scale_value", "batch", "columns", "query_tiles", "tiles", "window",
-    "stride_table_request", "stride_table_entry", "stride_starts", "stride_kv_lens",
-    "stride_q_starts",
-]  # fmt: skip
+class QueryArguments(NamedTuple):
+    """The queries of the indexer and the weights of their heads."""
+
+    q: Tensor  # [tokens, HEADS, D_C + D_R], e4m3 as uint8
+    weights: Tensor  # [tokens, HEADS] float32
+    stride_token: int
+    stride_head: int
+    stride_weights_token: int
+    stride_weights_head: int
+
+
+class Traits(NamedTuple):
+    """The constants that the kernel is compiled for."""
+
+    HEADS: int
+    ROW: RowTraits
+    IS_Q_FP8: bool
+    PAGE: int
+    IS_FLAT: bool
+    HAS_WHOLE_PAGES: bool
+    MASK: MaskTraits
+    QUERIES: int
+    HEAD_BLOCK: int
+    HEAD_BLOCKS: int
+    KEYS: int
+    STAGES: int
+
+
+# differ from call to call: specialised, each would compile further kernels
+VARYING = ["num_requests", "columns", "query_tiles", "tiles", "window", "stride_table_request"]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _indexer_logits_kernel(
-    q,  # [tokens, HEADS, D_C + D_R], e4m3 as uint8
-    weights,  # [tokens, HEADS] float32
-    payload,  # [pages, PAGE, payload columns]
-    scales,  # [pages, PAGE, scales]; any pointer where a format has none
-    table,  # [batch, max_pages] pages; IS_FLAT: [n] slots
-    starts,  # IS_FLAT: [batch + 1], where a request's slots start; or None
-    kv_lens,  # [batch]
-    q_starts,  # [batch + 1]
-    tensor_scale, tensor_scale_value,  # [1] float32 on the device, or None and a number
+    num_requests,
+    columns,
+    query_tiles,
+    tiles,
+    window,
+    stride_table_request,
     out,  # [tokens, columns] float32
-    batch, columns, query_tiles, tiles, window,
-    stride_q_token, stride_q_head, stride_weights_token, stride_weights_head,
-    stride_page, stride_row, stride_scales_page, stride_scales_row,
-    stride_table_request, stride_table_entry, stride_starts, stride_kv_lens, stride_q_starts,
     stride_out,
-    HEADS: tl.constexpr,
-    ROW: tl.constexpr,  # `rows.RowTraits`
-    IS_Q_FP8: tl.constexpr,
-    PAGE: tl.constexpr,
-    IS_FLAT: tl.constexpr,
-    HAS_WHOLE_PAGES: tl.constexpr,
-    MASK: tl.constexpr,  # `MaskTraits`
-    QUERIES: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
+    queries,  # `QueryArguments`
+    cache,  # `CacheArguments`
+    page_table,  # `PageTableArguments`
+    lengths,  # `LengthArguments`
+    TRAITS: tl.constexpr,
+):
     """Logits of QUERIES queries of one request over `tiles` tiles of KEYS keys."""
+    ROW: tl.constexpr = TRAITS.ROW
+    PAGE: tl.constexpr = TRAITS.PAGE
+    IS_FLAT: tl.constexpr = TRAITS.IS_FLAT
+    MASK: tl.constexpr = TRAITS.MASK
+    QUERIES: tl.constexpr = TRAITS.QUERIES
+    HEAD_BLOCKS: tl.constexpr = TRAITS.HEAD_BLOCKS
+    KEYS: tl.constexpr = TRAITS.KEYS
+    STAGES: tl.constexpr = TRAITS.STAGES
     # neighbouring programs of one request read the same keys
     query_tile = tl.program_id(0) % query_tiles
     run = tl.program_id(0) // query_tiles
     request, q_start, q_len, kv_len, first = _find_queries(
-        query_tile, query_tiles, q_starts, kv_lens, batch, stride_q_starts, stride_kv_lens, QUERIES
+        query_tile, query_tiles, lengths, num_requests, QUERIES
     )
     if first < q_len:
         query = first + tl.arange(0, QUERIES)
@@ -199,34 +215,32 @@ def _indexer_logits_kernel(
         _store_invisible(at, first_tile, first_seen, is_query, columns, KEYS)
         _store_invisible(at, last_seen, last_tile, is_query, columns, KEYS)
         if first_seen < last_seen:
-            entries = table + request * stride_table_request
+            entries = page_table.entries + request * stride_table_request
             if IS_FLAT:
-                entry = tl.load(starts + request * stride_starts).to(tl.int64)
-                entries += entry * stride_table_entry
+                entry = tl.load(page_table.starts + request * page_table.stride_starts)
+                entries += entry.to(tl.int64) * page_table.stride_entry
             if HEAD_BLOCKS == 1:
-                q_tile, q_rope = _load_queries(
-                    q, first_token, q_len - first, 0, stride_q_token, stride_q_head, HEADS,
-                    HEAD_BLOCK, QUERIES, ROW, IS_Q_FP8,
-                )  # fmt: skip
-                weight = _load_weights(
-                    weights, first_token, q_len - first, 0, stride_weights_token,
-                    stride_weights_head, HEADS, HEAD_BLOCK, QUERIES,
-                )  # fmt: skip
+                num_queries = q_len - first
+                q_tile, q_rope = _load_queries(queries, first_token, num_queries, 0, TRAITS)
+                weight = _load_weights(queries, first_token, num_queries, 0, TRAITS)
             for tile in tl.range(first_seen, last_seen, num_stages=STAGES):
                 key = tile * KEYS + tl.arange(0, KEYS)
                 is_read = (key >= begin) & (key < end)
-                if HAS_WHOLE_PAGES:
+                if TRAITS.HAS_WHOLE_PAGES:
                     row_at, scale_at = _locate_tile(
-                        tile, entries, begin, end, stride_table_entry, stride_page, stride_row,
-                        stride_scales_page, stride_scales_row, PAGE, KEYS,
-                    )  # fmt: skip
+                        tile, entries, begin, end, page_table.stride_entry, cache, PAGE, KEYS
+                    )
                 else:
                     page, in_page = _locate(
-                        key, entries, is_read, stride_table_entry, PAGE, IS_FLAT
+                        key, entries, is_read, page_table.stride_entry, PAGE, IS_FLAT
                     )
-                    row_at = page * stride_page + in_page * stride_row
-                    scale_at = page * stride_scales_page + in_page * stride_scales_row
-                rows, scales_at = payload + row_at, scales + scale_at
+                    row_at = page * cache.stride_page + in_page * cache.stride_row
+                    scales_page = page * cache.stride_scales_page
+                    scale_at = scales_page + in_page * cache.stride_scales_row
+                rows = cache.payload + row_at
+                scales_at = None
+                if cache.scales is not None:
+                    scales_at = cache.scales + scale_at
                 if tl.float8e4nv == ROW.DTYPE:
                     latent, rope, factors = _load_fp8_tile(rows, scales_at, is_read, ROW)
                 else:
@@ -234,17 +248,14 @@ def _indexer_logits_kernel(
                 logits = tl.zeros([KEYS, QUERIES], tl.float32)
                 for block in range(HEAD_BLOCKS):
                     if HEAD_BLOCKS > 1:
+                        num_queries = q_len - first
                         q_tile, q_rope = _load_queries(
-                            q, first_token, q_len - first, block, stride_q_token, stride_q_head,
-                            HEADS, HEAD_BLOCK, QUERIES, ROW, IS_Q_FP8,
-                        )  # fmt: skip
-                        weight = _load_weights(
-                            weights, first_token, q_len - first, block, stride_weights_token,
-                            stride_weights_head, HEADS, HEAD_BLOCK, QUERIES,
-                        )  # fmt: skip
+                            queries, first_token, num_queries, block, TRAITS
+                        )
+                        weight = _load_weights(queries, first_token, num_queries, block, TRAITS)
                     dots = _keys_dot_queries(latent, rope, factors, q_tile, q_rope, ROW)
-                    logits += _sum_heads(dots, weight, block, HEADS, HEAD_BLOCK, QUERIES)
-                logits = _scale_keys(logits, factors, tensor_scale, tensor_scale_value, ROW)
+                    logits += _sum_heads(dots, weight, block, TRAITS)
+                logits = _scale_keys(logits, factors, cache, ROW)
                 is_seen = (key[:, None] >= low[None, :]) & (key[:, None] < high[None, :])
                 logits = tl.where(is_seen, logits, -float("inf"))
                 _store_logits(at, logits, key, is_query, columns)
@@ -252,9 +263,8 @@ def _indexer_logits_kernel(
 
 @triton.jit
 def _locate_tile(
-    tile, entries, begin, end, stride_entry, stride_page, stride_row, stride_scales_page,
-    stride_scales_row, PAGE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    tile, entries, begin, end, stride_entry, cache, PAGE: tl.constexpr, KEYS: tl.constexpr
+):
     """Offsets int64 [KEYS] of the rows and of the scales of a key tile that is part of a page, or a
     few whole pages: one load per page instead of one per key."""
     row = tl.arange(0, KEYS)
@@ -270,9 +280,10 @@ def _locate_tile(
         page = tl.load(at, mask=is_read, other=0).to(tl.int64)
         # a product, not a choice, of which Triton 3.9 does not see how addresses are aligned
         is_own = (row // PAGE == i).to(tl.int64) if PAGES > 1 else 1
-        page_at += is_own * (page * stride_page)
-        scales_at += is_own * (page * stride_scales_page)
-    return page_at + in_page * stride_row, scales_at + in_page * stride_scales_row
+        page_at += is_own * (page * cache.stride_page)
+        scales_at += is_own * (page * cache.stride_scales_page)
+    row_at = page_at + in_page * cache.stride_row
+    return row_at, scales_at + in_page * cache.stride_scales_row
 
 
 @triton.jit
@@ -286,10 +297,7 @@ def _locate(key, entries, is_read, stride_entry, PAGE: tl.constexpr, IS_FLAT: tl
 
 
 @triton.jit
-def _find_queries(
-    tile, query_tiles, q_starts, kv_lens, batch, stride_q_starts, stride_kv_lens,
-    QUERIES: tl.constexpr,
-):  # fmt: skip
+def _find_queries(tile, query_tiles, lengths, num_requests, QUERIES: tl.constexpr):
     """Return (request int64, its first query token, its query tokens, its keys, index of the first
     query of a query tile, which may be past the query tokens).
 
@@ -297,21 +305,21 @@ def _find_queries(
     With one query per tile, a tile's request is the last one that starts at or before it.
     """
     # the request if all have the same number of queries: its lengths are loaded at once
-    request = tl.minimum(tile // tl.maximum(query_tiles // batch, 1), batch - 1).to(tl.int64)
-    start, end, kv_len = _load_lengths(request, q_starts, kv_lens, stride_q_starts, stride_kv_lens)
+    usual_tiles = tl.maximum(query_tiles // num_requests, 1)
+    request = tl.minimum(tile // usual_tiles, num_requests - 1).to(tl.int64)
+    start, end, kv_len = _load_lengths(request, lengths)
     if (tile < _first_tile(start, request, QUERIES)) | (
         tile >= _first_tile(end, request + 1, QUERIES)
     ):
-        low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + batch
+        low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + num_requests
         while high - low > 1:
             middle = (low + high) // 2
-            middle_start = tl.load(q_starts + middle * stride_q_starts).to(tl.int32)
+            start_at = lengths.q_starts + middle * lengths.stride_q_starts
+            middle_start = tl.load(start_at).to(tl.int32)
             is_past = _first_tile(middle_start, middle, QUERIES) > tile
             low, high = tl.where(is_past, low, middle), tl.where(is_past, middle, high)
         request = low
-        start, end, kv_len = _load_lengths(
-            request, q_starts, kv_lens, stride_q_starts, stride_kv_lens
-        )
+        start, end, kv_len = _load_lengths(request, lengths)
     first = ((tile - _first_tile(start, request, QUERIES)) * QUERIES).to(tl.int32)
     return request, start, end - start, kv_len, first
 
@@ -326,46 +334,47 @@ def _first_tile(start, request, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _load_lengths(request, q_starts, kv_lens, stride_q_starts, stride_kv_lens):
+def _load_lengths(request, lengths):
     """Return (first query token, one past the last, keys) of a request."""
-    starts = q_starts + request * stride_q_starts
-    start, end = tl.load(starts).to(tl.int32), tl.load(starts + stride_q_starts).to(tl.int32)
-    return start, end, tl.load(kv_lens + request * stride_kv_lens).to(tl.int32)
+    starts = lengths.q_starts + request * lengths.stride_q_starts
+    start = tl.load(starts).to(tl.int32)
+    end = tl.load(starts + lengths.stride_q_starts).to(tl.int32)
+    kv_len = tl.load(lengths.kv_lens + request * lengths.stride_kv_lens)
+    return start, end, kv_len.to(tl.int32)
 
 
 @triton.jit
-def _rows_of_block(
-    first_token, num_queries, block, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
-):  # fmt: skip
-    """(token int64, head, does the row exist) of the rows [queries × heads] of a head block."""
+def _rows_of_block(first_token, num_queries, block, TRAITS: tl.constexpr):
+    """Return (token int64, head, does it exist?) of each row [queries × heads] of a head block."""
+    HEADS: tl.constexpr = TRAITS.HEADS
+    HEAD_BLOCK: tl.constexpr = TRAITS.HEAD_BLOCK
+    QUERIES: tl.constexpr = TRAITS.QUERIES
     row = tl.arange(0, QUERIES * HEAD_BLOCK)
     query, head = row // HEAD_BLOCK, block * HEAD_BLOCK + row % HEAD_BLOCK
     return first_token + query, head, (query < num_queries) & (head < HEADS)
 
 
 @triton.jit
-def _load_queries(
-    q, first_token, num_queries, block, stride_q_token, stride_q_head, HEADS: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROW: tl.constexpr, IS_Q_FP8: tl.constexpr,
-):  # fmt: skip
+def _load_queries(queries, first_token, num_queries, block, TRAITS: tl.constexpr):
     """A block of heads: tuples of [WIDTH, queries × heads] and of none or one [ROPE_WIDTH, ...]."""
-    token, head, is_row = _rows_of_block(
-        first_token, num_queries, block, HEADS, HEAD_BLOCK, QUERIES
-    )
+    ROW: tl.constexpr = TRAITS.ROW
+    IS_Q_FP8: tl.constexpr = TRAITS.IS_Q_FP8
+    token, head, is_row = _rows_of_block(first_token, num_queries, block, TRAITS)
     # not reshaped from [queries, heads]: the compiler then knows how addresses are aligned
-    at = (token * stride_q_token + head.to(tl.int64) * stride_q_head)[None, :]
+    token_at = token * queries.stride_token
+    at = (token_at + head.to(tl.int64) * queries.stride_head)[None, :]
     is_row = is_row[None, :]
     latent = ()
     PIECES: tl.constexpr = ROW.PIECES
     for piece in tl.static_range(PIECES):
         column = piece * ROW.WIDTH + tl.arange(0, ROW.WIDTH)[:, None]
-        stored = tl.load(q + at + column, mask=is_row & (column < ROW.D_C), other=0.0)
+        stored = tl.load(queries.q + at + column, mask=is_row & (column < ROW.D_C), other=0.0)
         latent += (_as_float(stored, IS_Q_FP8, ROW.DTYPE, ROW.HAS_FP8),)
     rope = ()
     if ROW.ROPE_WIDTH > 0:
         column = tl.arange(0, ROW.ROPE_WIDTH)[:, None]
-        stored = tl.load(q + at + ROW.D_C + column, mask=is_row & (column < ROW.D_R), other=0.0)
+        rope_at = queries.q + at + ROW.D_C + column
+        stored = tl.load(rope_at, mask=is_row & (column < ROW.D_R), other=0.0)
         rope += (_as_float(stored, IS_Q_FP8, ROW.ROPE_DTYPE, ROW.HAS_FP8),)
     return latent, rope
 
@@ -389,16 +398,11 @@ def _load_fp8_tile(rows, scales, is_read, ROW: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(
-    weights, first_token, num_queries, block, stride_token, stride_head, HEADS: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
+def _load_weights(queries, first_token, num_queries, block, TRAITS: tl.constexpr):
     """Return float32 [queries × heads]."""
-    token, head, is_row = _rows_of_block(
-        first_token, num_queries, block, HEADS, HEAD_BLOCK, QUERIES
-    )
-    at = token * stride_token + head.to(tl.int64) * stride_head
-    return tl.load(weights + at, mask=is_row, other=0.0)
+    token, head, is_row = _rows_of_block(first_token, num_queries, block, TRAITS)
+    at = token * queries.stride_weights_token + head.to(tl.int64) * queries.stride_weights_head
+    return tl.load(queries.weights + at, mask=is_row, other=0.0)
 
 
 @triton.jit
@@ -431,10 +435,11 @@ def _keys_dot_queries(latent, rope, factors, q_tile, q_rope, ROW: tl.constexpr):
 
 
 @triton.jit
-def _sum_heads(
-    dots, weight, block, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, QUERIES: tl.constexpr
-):
+def _sum_heads(dots, weight, block, TRAITS: tl.constexpr):
     """Σ_h weight · relu(dots), [keys, QUERIES]."""
+    HEADS: tl.constexpr = TRAITS.HEADS
+    HEAD_BLOCK: tl.constexpr = TRAITS.HEAD_BLOCK
+    QUERIES: tl.constexpr = TRAITS.QUERIES
     # relu keeps a NaN
     terms = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
     KEYS: tl.constexpr = dots.shape[0]
@@ -447,14 +452,14 @@ def _sum_heads(
 
 
 @triton.jit
-def _scale_keys(logits, factors, tensor_scale, tensor_scale_value, ROW: tl.constexpr):
+def _scale_keys(logits, factors, cache, ROW: tl.constexpr):
     """logits times the scale of whole keys, which is not negative: relu may come before it."""
     if ROW.FACTORS == "row":
         logits *= factors[0][:, None]
     elif ROW.FORMAT.SCALED_BY == "tensor":
-        scale = tensor_scale_value
-        if tensor_scale is not None:
-            scale = tl.load(tensor_scale).to(tl.float32)
+        scale = cache.tensor_scale
+        if cache.device_scale is not None:
+            scale = tl.load(cache.device_scale).to(tl.float32)
         logits *= scale
     return logits
 

@@ -86,7 +86,7 @@ def test_fp8_dots_in_the_interpreter(monkeypatch, batch, format):
     launch = indexer.launch
 
     def watch(kernel, grid, *args, **options):
-        types.append(str(options["ROW"].DTYPE))
+        types.append(str(options["TRAITS"].ROW.DTYPE))
         launch(kernel, grid, *args, **options)
 
     monkeypatch.setattr(indexer, "launch", watch)
