@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from mlakit.dispatch.architectures import arch_name
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
+from mlakit.formats import FormatTraits, known_format, row_codec
 from mlakit.kernels.hopper.decode.configs import (
     BLOCK,
     D_C,
@@ -75,7 +76,12 @@ def _why_not_decode(problem: Problem) -> str | None:
 def _taken_uses(problem: Problem) -> tuple[Use, ...]:
     if problem.dtype != E4M3:
         return ()
-    return (Use.Q_SCALE,) if problem.format == "fp8" else (Use.Q_SCALE, Use.BF16_Q_ROPE)
+    return (Use.Q_SCALE, Use.BF16_Q_ROPE) if _traits(problem).IS_BF16_ROPE else (Use.Q_SCALE,)
+
+
+def _traits(problem: Problem) -> FormatTraits:
+    assert problem.row is not None
+    return row_codec(known_format(problem.format), problem.row).traits
 
 
 def _needs_format(*formats: str) -> Callable[[Problem], str | None]:
@@ -98,7 +104,7 @@ def _needs_fp8_query(problem: Problem) -> str | None:
 
 def _why_not_m64_fp8_kv(problem: Problem) -> str | None:
     refusal = _needs_format(*_FP8_FORMATS)(problem)
-    if refusal is None and problem.dtype == E4M3 and problem.format != "fp8_block128":
+    if refusal is None and problem.dtype == E4M3 and _traits(problem).SCALED_BY != "group":
         refusal = f"needs 16-bit queries with rows of {problem.format}, got {problem.dtype}"
     return refusal
 
@@ -190,7 +196,7 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
             got = "none" if row is None else f"{row.width}/{row.v_width}"
             return f"needs rows of {needed}, got {got}"
         if kernel != "m64_bf16":
-            columns = 448 if problem.format == "fp8_block64" else D_C
+            columns = SPARSE_D_V - D_R if _traits(problem).HAS_E8M0_SCALES else D_C
             if (row.kv_lora_rank, row.qk_rope_head_dim) != (columns, D_R):
                 got = f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
                 return f"needs {columns} + {D_R} columns in rows of {problem.format}, got {got}"

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, TypeVar
 
-from mlakit.formats import FORMATS, Format
+from mlakit.formats import FORMATS, Format, row_codec
+from mlakit.model.geometry import RowShape
 from mlakit.model.masks import KINDS, WINDOWED
 from mlakit.tools.workloads.append_rows import AppendRowsCase
 from mlakit.tools.workloads.case import Case
@@ -87,12 +88,12 @@ def _common(draw: Draw) -> dict[str, Any]:
 
 def _cached(draw: Draw, format: Format) -> dict[str, Any]:
     """Rows of any shape that the format supports."""
+    is_scaled = row_codec(format, RowShape(128, 64)).has_tensor_scale
     if draw.model_widths or draw.integer(0, 7) == 7:
         rank, rope, v_width = draw.choice(MODEL_ROWS)
     else:
-        step = (
-            1 if format in (*PLAIN, "fp8") else 4
-        )  # scales and 16-bit columns in FP8 rows are aligned
+        # scales and 16-bit columns in FP8 rows are aligned
+        step = 1 if format in PLAIN or is_scaled else 4
         rank = draw.choice((16, 28, 32, 132)) if draw.flip() else step * draw.integer(1, 10)
         rope = 2 * draw.integer(0, 4)
         v_width = draw.choice((0, rank + rope, max(rank // 2, 1)))
@@ -105,8 +106,8 @@ def _cached(draw: Draw, format: Format) -> dict[str, Any]:
         "format": format,
         "page_size": draw.choice(USUAL_PAGES) if usual_page else draw.integer(1, 130),
         "num_layers": draw.integer(1, 2),
-        "tensor_scale": draw.choice((0.03, 0.01, 1.0)) if format == "fp8" else 1.0,
-        "tensor_scale_on_device": format == "fp8" and draw.flip(),
+        "tensor_scale": draw.choice((0.03, 0.01, 1.0)) if is_scaled else 1.0,
+        "tensor_scale_on_device": is_scaled and draw.flip(),
         "power_of_two": draw.flip(),
         "wide_indices": draw.flip(),
     }
