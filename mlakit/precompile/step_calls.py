@@ -213,6 +213,7 @@ def products(d: Deployment) -> Iterator[Call]:
         latents: Tensor = empty(tokens, g.row.width, dtype=d.torch_dtype)
         up.expand(latents[:, : g.kv_lora_rank])
 
-    for tokens in token_counts(d):
+    # scales of a token count that is no multiple of 16 lie at other strides
+    for tokens in sorted({each for n in token_counts(d) for each in (n, n + 4)}):
         yield Call(f"absorb {tokens} tokens", partial(by_head, tokens))
         yield Call(f"expand {tokens} tokens", partial(expanded, tokens))

@@ -21,7 +21,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from mlakit import MLAGeometry
+from mlakit import (
+    CachedBatch,
+    IndexInputs,
+    LayerWeights,
+    MLAGeometry,
+    PagedLatentCache,
+    RowShape,
+    UpProjection,
+    mla_step,
+    plan_step,
+    sparse_step,
+)
 from mlakit.dispatch import knobs, private
 from mlakit.dispatch.architectures import NUM_SMS
 from mlakit.dispatch.checks import values_hidden
@@ -230,8 +241,6 @@ class VllmEngine(Engine):
             prefill=SimpleNamespace(chunks=[chunk]),
             block_table=self.block_table,
         )
-        from mlakit import PagedLatentCache
-
         selection.select_step(
             torch.empty(tokens, self.g.index_n_heads, 128, dtype=E4M3),
             torch.empty(tokens, 128, dtype=self.dtype),
@@ -319,6 +328,47 @@ class SglangEngine(Engine):
         return [self.prefill, self.select if self.g.has_indexer else self.decode]
 
 
+class StepsEngine(Engine):
+    """Steps of an engine that calls `mlakit.steps`."""
+
+    def __init__(self, d: Deployment, seed: int) -> None:
+        super().__init__(d, seed)
+        g, self.cache = d.geometry, PagedLatentCache.allocate(d.geometry, d.format, num_pages=3)
+        rows = g.num_heads * (g.qk_nope_head_dim + g.v_head_dim)
+        matrix, scale = torch.zeros(rows, g.kv_lora_rank, dtype=self.dtype), None
+        if d.has_fp8_weights:
+            matrix = matrix.to(E4M3)
+            scale = torch.ones(rows // 128, g.kv_lora_rank // 128)
+        up = UpProjection.from_checkpoint(matrix, g, scale)
+        gamma = torch.ones(g.kv_lora_rank, dtype=self.dtype)
+        self.weights = LayerWeights(up, gamma, torch.zeros(1024, g.qk_rope_head_dim), SCALE)
+
+    def step(self) -> None:
+        g, batch = self.g, self.draw.choice([1, 2, 3, 9, 40])
+        q_lens = [self.draw.choice([1, 1, 3, 20, 300]) for _ in range(batch)]
+        kv_lens = [n + self.draw.choice([0, 500]) for n in q_lens]
+        tokens = sum(q_lens)
+        q = torch.zeros(tokens, g.num_heads, g.qk_head_dim, dtype=self.dtype)
+        kv = torch.zeros(tokens, g.row.width, dtype=self.dtype)
+        table = torch.zeros(batch, self.d.max_pages, dtype=torch.int32)
+        lens = torch.tensor(kv_lens, dtype=torch.int32)
+        cached = CachedBatch(self.cache, table, lens, self.starts(q_lens))
+        plan = plan_step(kv_lens, q_lens, max_context_rows=self.draw.choice([None, 256]))
+        mla_step(q, kv, self.weights, cached, plan=plan)
+        if g.has_indexer:
+            row = RowShape(g.index_head_dim, 0)
+            index = IndexInputs(
+                torch.empty(tokens, g.index_n_heads, g.index_head_dim, dtype=E4M3),
+                torch.zeros(tokens, g.index_head_dim, dtype=self.dtype),
+                torch.zeros(tokens, g.index_n_heads),
+                PagedLatentCache.allocate(row, "fp8_token", num_pages=3),
+            )
+            sparse_step(q, kv, self.weights, cached, index, g.index_topk)
+
+    def steps(self) -> list[Callable[[], None]]:
+        return [self.step] * 4
+
+
 def main(
     model: str,
     heads: str,
@@ -342,15 +392,18 @@ def main(
         user=user,
         max_context=int(longest),
         max_tokens=8192,
+        has_fp8_weights=mode == "fp8-weights",
         is_batch_invariant=mode == "batch-invariant",
     )
-    kind = {"vllm": VllmEngine, "sglang": SglangEngine}[user]
+    kind = {"vllm": VllmEngine, "sglang": SglangEngine, "steps": StepsEngine}[user]
     with gpu(number, int(num_sms)) as served:
         for seed in range(int(seeds)):
             for step in kind(d, seed).steps():
                 step()
     usual = launch.Target(number, NUM_SMS[number], launch.SHARED_BYTES[number])
     compiled = {entry.key: entry.kernel for entry in entries_of(list(calls_of(d)), usual)}
+    # a product that cuBLAS computes on a GPU
+    served = {key: name for key, name in served.items() if name != "_batched_matmul_kernel"}
     json.dump({"served": served, "compiled": compiled}, sys.stdout)
 
 

@@ -27,6 +27,8 @@ MORE_SERVED = (
     ("deepseek-v3", 128, "fp8", "vllm", 90, 78, 8192, 20),
     ("deepseek-v3", 10, "bf16", "vllm", 90, 132, 5000, 20),
     ("deepseek-v3", 16, "bf16", "vllm", 90, 132, 20_000, 20, "batch-invariant"),
+    ("deepseek-v3", 16, "fp8_block128", "steps", 90, 132, 5000, 5, "fp8-weights"),
+    ("deepseek-v3.2", 64, "bf16", "steps", 90, 114, 5000, 3),
     ("deepseek-v3.2", 16, "fp8_block128", "vllm", 90, 114, 163_840, 30),
     ("deepseek-v3.2", 128, "bf16", "vllm", 90, 132, 40_000, 20),
     ("glm-5", 8, "fp8_block128", "sglang", 90, 132, 202_752, 20),
