@@ -196,17 +196,6 @@ class TopkConfig:
     sample: int  # columns that estimate the k-th best logit; of long rows several times as many
     num_warps: int
 
-    @property
-    def options(self) -> dict[str, int]:
-        return {
-            "BLOCK": self.block,
-            "STEP": self.step,
-            "SAMPLE": self.sample,
-            "AT_ONCE": min(self.block // 2, 256 * self.num_warps),
-            "num_warps": self.num_warps,
-            "maxnreg": 128,  # without this limit the compiler may spill a word
-        }
-
     def programs(self, rows: int) -> int:
         """Programs for `rows` rows; without splits, each takes its rows one after the other."""
         if self.splits > 1 or self.method != "narrow":

@@ -18,16 +18,23 @@ Lineage    own design; ideas: radix select, sample select
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.cache import PageTable
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import SelectBlockArguments, TopkArguments
 from mlakit.kernels.launch import launch, target
+from mlakit.kernels.triton.arguments import (
+    LengthArguments,
+    length_arguments,
+    page_table_arguments,
+    stride_of,
+)
 from mlakit.kernels.triton.configs import pick_topk_config, power_of_two
 from mlakit.kernels.triton.primitives import mask_interval
 from mlakit.kernels.triton.topk_search import (
@@ -51,33 +58,35 @@ from mlakit.kernels.triton.topk_search import (
     store_candidate,
     take_best,
 )
-from mlakit.model.masks import NULL
+from mlakit.model.masks import NULL, Mask, MaskTraits
 
 
 def indexer_topk(a: TopkArguments, out: Tensor) -> None:
-    bounds = (a.row_starts, a.row_ends)
-    strides = [0 if each is None else each.stride(0) for each in bounds]
-    rows = (*bounds, None, None, None, None, 0, 0, 0, *strides, 0, 0, 0, 0, 0)
-    options = {"PAGE": 0, "MASK": NULL.traits}
-    _select(a.logits, out, rows, options)
+    bounds = BoundArguments(
+        *(a.row_starts, a.row_ends, stride_of(a.row_starts, 0), stride_of(a.row_ends, 0))
+    )
+    _select(a.logits, out, bounds, None, length_arguments(None, None), NULL)
 
 
 def indexer_select(a: SelectBlockArguments, out: Tensor) -> None:
     """Rows are query tokens: the kernel finds what each sees, and looks its columns up."""
-    starts, table = a.page_table if isinstance(a.page_table, tuple) else (None, a.page_table)
-    rows = (
-        *(None, None, a.q_starts, a.kv_lens, table, starts),
-        *(a.first_token, a.kv_lens.shape[0], a.mask.window),
-        *(0, 0, a.q_starts.stride(0), a.kv_lens.stride(0)),
-        *(table.stride() if starts is None else (0, table.stride(0))),
-        0 if starts is None else starts.stride(0),
+    _select(
+        *(a.logits, out, NO_BOUNDS, a.page_table, length_arguments(a.q_starts, a.kv_lens), a.mask),
+        first_token=a.first_token,
+        page_size=a.page_size,
     )
-    options = {"PAGE": a.page_size, "MASK": a.mask.traits}
-    _select(a.logits, out, rows, options)
 
 
 def _select(
-    logits: Tensor, out: Tensor, rows: tuple[Any, ...], row_options: dict[str, Any]
+    logits: Tensor,
+    out: Tensor,
+    bounds: BoundArguments,
+    page_table: PageTable | None,
+    lengths: LengthArguments,
+    mask: Mask,
+    *,
+    first_token: int = 0,
+    page_size: int = 0,
 ) -> None:
     (tokens, columns), k = logits.shape, out.shape[1]
     if tokens == 0 or k == 0:
@@ -96,55 +105,118 @@ def _select(
         counts = workspace.scratch(shape, torch.int32, logits.device)
     if splits > 1:
         method = "split"
-    arguments = (
-        *(logits, lists, counts, out, tokens, columns, k, splits),
-        *(logits.stride(0), out.stride(0)),
-        *rows,
+    table, stride_table_request = page_table_arguments(page_table)
+    arguments = {
+        "tokens": tokens,
+        "columns": columns,
+        "k": k,
+        "splits": splits,
+        "first_token": first_token,
+        "num_requests": 0 if lengths.kv_lens is None else lengths.kv_lens.shape[0],
+        "window": mask.window,
+        "stride_table_request": stride_table_request,
+        "scores": ScoreArguments(logits, out, logits.stride(0), out.stride(0)),
+        "candidates": CandidateArguments(lists, counts),
+        "bounds": bounds,
+        "lengths": lengths,
+        "page_table": table,
+    }
+    is_looked_up = page_size > 0 and method == "whole"
+    traits = Traits(
+        PAGE=page_size,
+        MASK=mask.traits,
+        METHOD=method,
+        BLOCK=config.block,
+        STEP=config.step // 4 if is_looked_up else config.step,  # looking up takes registers
+        SAMPLE=config.sample,
+        AT_ONCE=min(config.block // 2, 256 * warps),
+        WARPS=warps,
+        LISTS=lists_per_row,
     )
-    options = {**config.options, "WARPS": warps, "LISTS": lists_per_row, **row_options}
-    if row_options["PAGE"] and method == "whole":
-        options["STEP"] //= 4  # looking rows up takes registers
-    launch(_select_kernel, (programs,), *arguments, METHOD=method, **options)
+    # without the limit of registers the compiler may spill a word
+    launch(_select_kernel, (programs,), **arguments, TRAITS=traits, num_warps=warps, maxnreg=128)
     if splits > 1:
-        options["num_warps"] = 16  # one program per row: most SMs are idle
-        launch(_select_kernel, (tokens,), *arguments, METHOD="merge", **options)
+        # one program per row: most SMs are idle
+        merging = traits._replace(METHOD="merge")
+        launch(_select_kernel, (tokens,), **arguments, TRAITS=merging, num_warps=16, maxnreg=128)
 
 
+class ScoreArguments(NamedTuple):
+    """The logits, and the best of them."""
+
+    logits: Tensor  # [tokens, columns] float32
+    out: Tensor  # [tokens, k] int32: columns, or physical rows
+    stride_logits: int
+    stride_out: int
+
+
+class CandidateArguments(NamedTuple):
+    """The scratch of METHOD narrow, split and merge."""
+
+    lists: Tensor | None  # [programs, WARPS, BLOCK // 2 + STRIDE] int64
+    counts: Tensor | None  # [programs, LISTS] or, with splits, [tokens, LISTS + 1] with the floor
+
+
+class BoundArguments(NamedTuple):
+    """The columns of a row that may be selected, where they are given."""
+
+    starts: Tensor | None  # [tokens]
+    ends: Tensor | None  # [tokens]
+    stride_starts: int
+    stride_ends: int
+
+
+NO_BOUNDS = BoundArguments(None, None, 0, 0)
+
+
+class Traits(NamedTuple):
+    """The constants that the kernel is compiled for."""
+
+    PAGE: int  # 0: columns are stored, not rows
+    MASK: MaskTraits
+    METHOD: str
+    BLOCK: int  # candidates of a buffer, or columns whose ranks are in registers
+    STEP: int  # columns per iteration
+    SAMPLE: int  # columns
+    AT_ONCE: int  # candidates stored per iteration
+    WARPS: int  # lists of each program of METHOD narrow and split
+    LISTS: int  # lists of a row, a power of two: all splits have WARPS of them at most
+
+
+# differ from call to call: specialised, each would compile further kernels
 VARYING = [
-    "tokens", "columns", "k", "splits", "first_token", "batch", "window", "stride_row_starts",
-    "stride_row_ends", "stride_q_starts", "stride_kv_lens", "stride_table_request",
-    "stride_table_entry", "stride_table_starts",
-]  # fmt: skip
+    *("tokens", "columns", "k", "splits", "first_token", "num_requests", "window"),
+    "stride_table_request",
+]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _select_kernel(
-    logits,  # [tokens, columns] float32
-    lists,  # [programs, WARPS, BLOCK // 2 + STRIDE] int64: candidates
-    counts,  # [programs, LISTS] or, with splits, [tokens, LISTS + 1]: lengths, the floor
-    out,  # [tokens, k] int32: columns, or with q_starts physical rows
-    tokens, columns, k, splits,
-    stride_logits, stride_out,
-    row_starts,  # [tokens] or None
-    row_ends,  # [tokens] or None
-    q_starts,  # [batch + 1]: rows are query tokens, from `first_token` on; or None
-    kv_lens,  # [batch]
-    table,  # [batch, max_pages] pages, or [n] slots with table_starts
-    table_starts,  # [batch + 1] or None
-    first_token, batch, window,
-    stride_row_starts, stride_row_ends, stride_q_starts, stride_kv_lens,
-    stride_table_request, stride_table_entry, stride_table_starts,
-    PAGE: tl.constexpr,
-    MASK: tl.constexpr,  # `MaskTraits`
-    METHOD: tl.constexpr,
-    BLOCK: tl.constexpr,  # candidates of a buffer, or columns whose ranks are in registers
-    STEP: tl.constexpr,  # columns per iteration
-    SAMPLE: tl.constexpr,  # columns
-    AT_ONCE: tl.constexpr,  # candidates stored per iteration
-    WARPS: tl.constexpr,  # lists of each program of METHOD narrow and split
-    LISTS: tl.constexpr,  # lists of a row, a power of two: all splits have WARPS of them at most
-):  # fmt: skip
-    IS_FLAT: tl.constexpr = table_starts is not None
+    tokens,
+    columns,
+    k,
+    splits,
+    first_token,
+    num_requests,
+    window,
+    stride_table_request,
+    scores,  # `ScoreArguments`
+    candidates,  # `CandidateArguments`
+    bounds,  # `BoundArguments`
+    lengths,  # `LengthArguments`: rows are query tokens, from `first_token` on; or None
+    page_table,  # `PageTableArguments`, with lengths
+    TRAITS: tl.constexpr,
+):
+    PAGE: tl.constexpr = TRAITS.PAGE
+    MASK: tl.constexpr = TRAITS.MASK
+    METHOD: tl.constexpr = TRAITS.METHOD
+    BLOCK: tl.constexpr = TRAITS.BLOCK
+    STEP: tl.constexpr = TRAITS.STEP
+    SAMPLE: tl.constexpr = TRAITS.SAMPLE
+    AT_ONCE: tl.constexpr = TRAITS.AT_ONCE
+    WARPS: tl.constexpr = TRAITS.WARPS
+    LISTS: tl.constexpr = TRAITS.LISTS
+    IS_FLAT: tl.constexpr = page_table.starts is not None
     IS_MERGED: tl.constexpr = METHOD == "merge"
     items = tokens
     if METHOD == "split":
@@ -153,36 +225,38 @@ def _select_kernel(
         row = tl.zeros([], tl.int64) + item
         if METHOD == "split":
             row = row // splits
-        source = logits + row * stride_logits
+        source = scores.logits + row * scores.stride_logits
         first, last, origin = columns * 0, columns, columns * 0
-        if row_starts is not None:
-            first = tl.maximum(tl.load(row_starts + row * stride_row_starts).to(tl.int32), 0)
+        if bounds.starts is not None:
+            start = tl.load(bounds.starts + row * bounds.stride_starts)
+            first = tl.maximum(start.to(tl.int32), 0)
             origin = first
-        if row_ends is not None:
-            last = tl.load(row_ends + row * stride_row_ends).to(tl.int32)
+        if bounds.ends is not None:
+            last = tl.load(bounds.ends + row * bounds.stride_ends).to(tl.int32)
         entries = None
-        if q_starts is not None:
-            request = _find_request(first_token + row, q_starts, batch, stride_q_starts)
-            q_end = tl.load(q_starts + (request + 1) * stride_q_starts).to(tl.int32)
-            kv_len = tl.load(kv_lens + request * stride_kv_lens).to(tl.int32)
+        if lengths.q_starts is not None:
+            request = _find_request(first_token + row, lengths, num_requests)
+            end_at = lengths.q_starts + (request + 1) * lengths.stride_q_starts
+            q_end = tl.load(end_at).to(tl.int32)
+            kv_len = tl.load(lengths.kv_lens + request * lengths.stride_kv_lens).to(tl.int32)
             position = kv_len - q_end + first_token + row.to(tl.int32)
             first, last = mask_interval(position, kv_len, window, MASK)
-            entries = table + request * stride_table_request
+            entries = page_table.entries + request * stride_table_request
             if IS_FLAT:
-                first_entry = tl.load(table_starts + request * stride_table_starts).to(tl.int64)
-                entries += first_entry * stride_table_entry
+                first_entry = tl.load(page_table.starts + request * page_table.stride_starts)
+                entries += first_entry.to(tl.int64) * page_table.stride_entry
         last = tl.minimum(last, columns)
-        best = out + row * stride_out
+        best = scores.out + row * scores.stride_out
 
         if METHOD == "narrow" or METHOD == "split" or IS_MERGED:
             ROOM: tl.constexpr = BLOCK // 2 + STRIDE
             if METHOD == "narrow":
-                row_counts = counts + tl.program_id(0) * LISTS
+                row_counts = candidates.counts + tl.program_id(0) * LISTS
                 at_row = tl.program_id(0).to(tl.int64)
             else:
-                row_counts = counts + row * (LISTS + 1)
+                row_counts = candidates.counts + row * (LISTS + 1)
                 at_row = row * splits
-            row_lists = lists + at_row * (WARPS * ROOM)
+            row_lists = candidates.lists + at_row * (WARPS * ROOM)
             if IS_MERGED:
                 each = tl.arange(0, LISTS)
                 held = tl.load(row_counts + each, mask=each < splits * WARPS, other=0)
@@ -209,7 +283,7 @@ def _select_kernel(
                     tl.debug_barrier()
                     _store_gathered(
                         row_lists, row_counts, total, k, sampled, best, entries,
-                        stride_table_entry, PAGE, IS_FLAT, BLOCK, STEP, AT_ONCE, ROOM, LISTS,
+                        page_table.stride_entry, PAGE, IS_FLAT, BLOCK, STEP, AT_ONCE, ROOM, LISTS,
                     )  # fmt: skip
                 else:  # an unlucky sample, or many equal logits
                     tl.debug_barrier()
@@ -220,7 +294,7 @@ def _select_kernel(
                         buffer, BLOCK, STEP,
                     )  # fmt: skip
                     _store_candidates(
-                        buffer, num_held, k, floor, best, entries, stride_table_entry, PAGE,
+                        buffer, num_held, k, floor, best, entries, page_table.stride_entry, PAGE,
                         IS_FLAT, BLOCK, STEP,
                     )  # fmt: skip
                 tl.debug_barrier()  # before the next row reuses the lists
@@ -239,8 +313,8 @@ def _select_kernel(
             if IN_REGISTERS and STEP == BLOCK:
                 column = begin - origin + tl.arange(0, BLOCK)
                 taken, num_equal = _store_best(
-                    ranks, column, floor, num_equal, taken, best, entries, stride_table_entry, PAGE,
-                    IS_FLAT,
+                    ranks, column, floor, num_equal, taken, best, entries, page_table.stride_entry,
+                    PAGE, IS_FLAT,
                 )  # fmt: skip
             else:
                 for step in range(tl.cdiv(last - begin, STEP)):
@@ -248,8 +322,8 @@ def _select_kernel(
                     some = rank_logits(load_logits(source, start, first, last, STEP))
                     column = start - origin + tl.arange(0, STEP)
                     taken, num_equal = _store_best(
-                        some, column, floor, num_equal, taken, best, entries, stride_table_entry,
-                        PAGE, IS_FLAT,
+                        some, column, floor, num_equal, taken, best, entries,
+                        page_table.stride_entry, PAGE, IS_FLAT,
                     )  # fmt: skip
             _fill(best, taken, k, STEP)
 
@@ -380,11 +454,12 @@ def _fill(best, taken, k, STEP: tl.constexpr):
 
 
 @triton.jit
-def _find_request(token, q_starts, batch, stride_q_starts):
+def _find_request(token, lengths, num_requests):
     """The request of a query token, int64: the last one that starts at or before it."""
-    low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + batch
+    low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + num_requests
     while high - low > 1:
         middle = (low + high) // 2
-        start = tl.load(q_starts + middle * stride_q_starts).to(tl.int64)
+        start_at = lengths.q_starts + middle * lengths.stride_q_starts
+        start = tl.load(start_at).to(tl.int64)
         low, high = tl.where(start <= token, middle, low), tl.where(start <= token, high, middle)
     return low
