@@ -48,6 +48,11 @@ def powers_of_two(last: int) -> Iterator[int]:
     yield last
 
 
+def ones(*shape: int) -> Tensor:
+    """Scales in the host's memory, whose values a pool checks when it is made."""
+    return torch.ones(shape, dtype=torch.float32, device="cpu")
+
+
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory of the host, whatever an engine has made the default device and dtype."""
     return torch.empty(shape, dtype=dtype, device="cpu")

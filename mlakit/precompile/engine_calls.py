@@ -33,6 +33,7 @@ from mlakit.precompile.calls import (
     index_cache,
     integers,
     latent_cache,
+    ones,
     powers_of_two,
     score_shapes,
     selection_batches,
@@ -60,7 +61,7 @@ def engine_calls(d: Deployment, user: User) -> Iterator[Call]:
 
 def scale_of(d: Deployment, user: User) -> float | Tensor:
     """The scale of all rows: vLLM has it on the device, SGLang's is 1."""
-    return empty() if d.format == "fp8" and user == "vllm" else 1.0
+    return ones() if d.format == "fp8" and user == "vllm" else 1.0
 
 
 def appends(d: Deployment) -> Iterator[Call]:
@@ -145,7 +146,7 @@ def decode(d: Deployment, user: User) -> Iterator[Call]:
                 table,
                 lens,
                 q_rope=q_rope,
-                q_scale=empty(1).expand(tokens) if q.dtype == E4M3 else None,
+                q_scale=ones(1).expand(tokens) if q.dtype == E4M3 else None,
                 q_starts=starts,
                 softmax_scale=SCALE,
                 plan=plan,

@@ -30,6 +30,7 @@ from mlakit.precompile.calls import (
     empty,
     integers,
     latent_cache,
+    ones,
     powers_of_two,
     selection_batches,
     token_counts,
@@ -200,7 +201,7 @@ def products(d: Deployment) -> Iterator[Call]:
     rows = g.num_heads * (g.qk_nope_head_dim + g.v_head_dim)
     matrix = empty(rows, g.kv_lora_rank, dtype=torch.uint8).zero_().view(E4M3)
     blocks = -(-rows // BLOCK), -(-g.kv_lora_rank // BLOCK)
-    up = UpProjection.from_checkpoint(matrix, g, empty(*blocks).fill_(1.0))
+    up = UpProjection.from_checkpoint(matrix, g, ones(*blocks))
 
     def by_head(tokens: int) -> None:
         q = by_token(tokens, g.num_heads, g.qk_head_dim, d.torch_dtype)
