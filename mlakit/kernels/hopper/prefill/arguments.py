@@ -24,30 +24,6 @@ class ValueArguments(NamedTuple):
     stride_token: int
 
 
-class Fp8ValueArguments(NamedTuple):
-    """Values as the FP8 epilogue reads them, where some are not finite."""
-
-    v: Tensor  # [keys, heads, D_V] e4m3
-    flags: Tensor  # of `fp8_values`
-    stride_token: int
-    stride_head: int
-    stride_column: int
-
-
-class ScaleArguments(NamedTuple):
-    """The factors of e4m3 operands, float32 or None, and of all scores."""
-
-    q: Tensor | None  # [tokens, heads]
-    k: Tensor | None  # [keys]; None where blocks have scales
-    v: Tensor | None  # [keys, heads], or [blocks, heads]
-    stride_q_token: int
-    stride_q_head: int
-    stride_k: int
-    stride_v_token: int
-    stride_v_head: int
-    scale_log2: float  # |softmax_scale| · log2(e)
-
-
 class OutputArguments(NamedTuple):
     """The tensors that results are written to."""
 

@@ -8,11 +8,6 @@ from torch import Tensor
 
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.arguments import PrefillArguments
-from mlakit.kernels.hopper.prefill.arguments import (
-    Fp8ValueArguments,
-    ScaleArguments,
-    output_arguments,
-)
 from mlakit.kernels.hopper.prefill.configs import Traits, fp8_prefill_config
 from mlakit.kernels.hopper.prefill.descriptors import as_rows, row_pitch, tma_tiles
 from mlakit.kernels.hopper.prefill.fp8 import mla_prefill_fp8_kernel
@@ -56,17 +51,29 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
         stride_k_head=k_nope.stride(1),
         stride_lse_token=stride_lse_token,
         stride_lse_head=stride_lse_head,
-        schedule=schedule,
-        values=Fp8ValueArguments(v, flags, *v.stride()),
-        scales=ScaleArguments(
-            *(a.q_scale, None if kinds.has_blocks else a.k_scale, a.v_scale),
-            *((0, 0) if a.q_scale is None else a.q_scale.stride()),
-            0 if a.k_scale is None else a.k_scale.stride(0),
-            *((0, 0) if a.v_scale is None else a.v_scale.stride()),
-            # a scale of 0 would turn the −inf of a hidden key into NaN
-            max(abs(a.softmax_scale) * log2(e), SMALLEST_SCALE),
-        ),
-        outputs=output_arguments(out, lse, a.sink),
+        v_rows=v,
+        flags=flags,
+        rows=schedule.rows,
+        counters=schedule.counters,
+        out=out,
+        lse=lse,
+        sink=a.sink,
+        q_scale=a.q_scale,
+        k_scale=None if kinds.has_blocks else a.k_scale,
+        v_scale=a.v_scale,
+        # a scale of 0 would turn the −inf of a hidden key into NaN
+        scale_log2=max(abs(a.softmax_scale) * log2(e), SMALLEST_SCALE),
+        stride_v_token=v.stride(0),
+        stride_v_head=v.stride(1),
+        stride_v_column=v.stride(2),
+        stride_out_token=out.stride(0),
+        stride_out_head=out.stride(1),
+        stride_sink=_stride(a.sink, 0),
+        stride_qs_token=_stride(a.q_scale, 0),
+        stride_qs_head=_stride(a.q_scale, 1),
+        stride_ks=_stride(a.k_scale, 0),
+        stride_vs_token=_stride(a.v_scale, 0),
+        stride_vs_head=_stride(a.v_scale, 1),
         KINDS=kinds,
         TRAITS=traits,
         CONFIG=config,
@@ -74,3 +81,7 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
         maxnreg=config.MAX_REGISTERS,
         launch_pdl=True,
     )
+
+
+def _stride(tensor: Tensor | None, axis: int) -> int:
+    return 0 if tensor is None else tensor.stride(axis)
