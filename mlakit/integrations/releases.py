@@ -22,7 +22,7 @@ class Releases:
 
     Tests have run some. The others must have every name and signature that mlakit relies on: they
     are read from the engine's source before it is used. Outside of the range from `first` to `last`
-    a warning says that nobody has looked at the release.
+    a warning says that the release has not been tested.
     """
 
     engine: str  # as its project writes it
@@ -46,12 +46,12 @@ class Releases:
     @property
     def installed(self) -> Version:
         """The release that is installed."""
-        return version_of(importlib.metadata.version(self.distribution))
+        return version_of(installed_version(self.distribution))
 
     def why_not(self) -> str | None:
         """Return why the integration cannot serve: the engine is missing, or lacks a name."""
         try:
-            version = importlib.metadata.version(self.distribution)
+            version = installed_version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
             return f"{self.package}: {self.engine} must be installed: {self.install}"
         version = version.partition("+")[0]  # a local part names a build: 0.32.0+cu130
@@ -79,6 +79,12 @@ class Releases:
 
     def __hash__(self) -> int:
         return hash(self.distribution)
+
+
+@lru_cache(maxsize=8)
+def installed_version(distribution: str) -> str:
+    """Return the version of an installed package, read once: names are asked for in every step."""
+    return importlib.metadata.version(distribution)
 
 
 @lru_cache(maxsize=8)

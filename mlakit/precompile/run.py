@@ -31,7 +31,7 @@ class WarmupError(RuntimeError):
 
 @dataclass(frozen=True)
 class Warmup:
-    """What `warmup` did."""
+    """The result of `warmup`."""
 
     arch: str  # sm_90
     kernels: int  # that the deployment launches

@@ -21,7 +21,7 @@ ENCODE = "triton.backends.nvidia.driver.make_tensordesc_arg"
 
 
 class Descriptor:
-    """As much of a TMA descriptor as a launcher reads."""
+    """A TMA descriptor with the fields that a launcher reads."""
 
     def __init__(self, base: Tensor) -> None:
         self.base, self.shape, self.strides = base, [4, 2], [2, 1]

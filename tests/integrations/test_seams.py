@@ -131,6 +131,17 @@ def engine(monkeypatch, tmp_path) -> Any:
     releases._why_not.cache_clear()
 
 
+def test_the_release_is_read_once(engine, monkeypatch):
+    """A step asks for names in every layer, and reading a release takes most of a millisecond."""
+    read: list[str] = []
+    served = engine("1.7", WHOLE)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: read.append(name) or "1.7")
+    for _ in range(3):
+        assert served.why_not() is None
+        assert served.has("Layer")
+    assert read == ["engine"]
+
+
 @pytest.mark.parametrize("version", ["1.0", "1.5", "2.0", "1.7.post1"])
 def test_a_release_in_the_range_is_taken_without_a_word(version, engine):
     with warnings.catch_warnings():

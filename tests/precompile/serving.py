@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from mlakit import (
@@ -44,31 +43,13 @@ from mlakit.integrations.vllm import selection
 from mlakit.kernels import launch
 from mlakit.precompile.deployment import Deployment, deployment
 from mlakit.precompile.listing import calls_of, entries_of
+from mlakit.tools.emulator.frontend import NoDriver
 
 SCALE = 0.05
 SHORTEST = 8  # keys of a request: as many as it has queries that decode
 BLOCKS = 3
 MAX_LOGITS = 2**27  # scores at the same time, as vLLM limits them
 E4M3 = torch.float8_e4m3fn
-
-
-class Driver:
-    """As much of a GPU's driver as a launch asks before it has a kernel."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 @contextmanager
@@ -85,7 +66,7 @@ def gpu(arch: int, num_sms: int) -> Iterator[dict[str, str]]:
         return SimpleNamespace()
 
     JITFunction.run = start
-    triton.runtime.driver.set_active(Driver(arch))
+    triton.runtime.driver.set_active(NoDriver(arch))
     shared = launch.SHARED_BYTES[arch]
     launch._target_of = lambda kind, index: launch.Target(arch, num_sms, shared)
     try:
@@ -121,7 +102,7 @@ class Engine:
         return self.draw.choice([1, 5, self.draw.randint(6, 300), self.draw.randint(300, 3000)])
 
     def queries(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """As vLLM and SGLang make them: a product per head, and columns of the projection."""
+        """Return queries as vLLM and SGLang make them: a product per head, columns of another."""
         g = self.g
         rope = torch.empty(tokens, g.num_heads, g.qk_head_dim, dtype=self.dtype)
         rope = rope[..., g.qk_nope_head_dim :]

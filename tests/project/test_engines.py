@@ -86,6 +86,52 @@ def test_the_best_other_backend_is_the_one_whose_attention_is_fastest():
     assert row.attention_ratio == pytest.approx(0.8)
 
 
+def report_of(tmp_path, name: str, model: str, by_backend: dict[str, dict[str, object]]) -> int:
+    for backend, result in by_backend.items():
+        (tmp_path / f"{name}.{model}.{backend}.json").write_text(json.dumps({"tasks": [result]}))
+    return compare.report(tmp_path)
+
+
+def with_task(result: dict[str, object], **task: object) -> dict[str, object]:
+    return result | {"task": task}
+
+
+def test_other_tokens_are_a_miss_unless_the_others_differ_as_much(tmp_path):
+    base = with_task(run([[5, 6]]), kind="tokens")
+    ours = with_task(run([[5, 3]], 0.25), kind="tokens")
+    far = with_task(run([[5, 6]], 0.5), kind="tokens")
+    names = ("FLASHMLA", "FLASH_ATTN_MLA", "MLAKIT")
+    for shift, misses in ((base, 2), (far, 0)):
+        by_backend = dict(zip(names, (base, shift, ours), strict=True))
+        assert report_of(tmp_path, "tokens", "v3-h16", by_backend) == misses
+    (tmp_path / "tokens.v3-h16.FLASH_ATTN_MLA.json").unlink()
+    assert compare.report(tmp_path) == 1  # nothing says how much others differ
+
+
+@pytest.mark.parametrize(("micros", "step", "misses"), [(96, 1.0, 0), (98, 1.0, 1), (96, 1.02, 1)])
+def test_slower_attention_or_steps_are_a_miss(micros, step, misses, tmp_path):
+    task = {"kind": "speed", "batch": 1, "context": 1024}
+    other = {"task": task, "step_ms": 1.0, "kernels_us": {"flash_fwd_splitkv_mla_kernel": 100}}
+    ours = {"task": task, "step_ms": step, "kernels_us": {"mla_decode_kernel": micros}}
+    by_backend = {"FLASHMLA": other, "MLAKIT": ours}
+    assert report_of(tmp_path, "speed", "v3-h128", by_backend) == misses
+
+
+@pytest.mark.parametrize(
+    ("change", "misses"),
+    [
+        ({}, 0),
+        ({"memory_after": 102}, 1),
+        ({"different_alone": [{}]}, 1),
+        ({"compared_alone": 0}, 1),
+    ],
+)
+def test_a_soak_must_end_as_it_began(change, misses, tmp_path):
+    result = {"memory_before": 100, "memory_after": 100, "compared_alone": 3, "different_alone": []}
+    by_backend = {"MLAKIT": with_task(result | change, kind="soak")}
+    assert report_of(tmp_path, "soak", "v3-h16", by_backend) == misses
+
+
 def test_every_scenario_has_a_backend_of_ours_and_models_that_exist():
     for scenario in compare.SCENARIOS.values():
         (ours,) = filter(compare.is_ours, scenario.backends)

@@ -1,4 +1,4 @@
-"""What `make test`, `make test-all` and CI run, and which tests are collected without a GPU."""
+"""`make test`, `make test-all` and CI run what they should; GPU tests are left out without one."""
 
 from __future__ import annotations
 

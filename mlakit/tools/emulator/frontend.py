@@ -173,7 +173,7 @@ def _add(tensor: torch.Tensor, memory: GlobalMemory) -> None:
     memory.add(storage.data_ptr(), storage.nbytes())
 
 
-class _NoDriver:
+class NoDriver:
     """Stands in for CUDA's driver, which is not there."""
 
     def __init__(self, arch: int) -> None:
@@ -205,7 +205,7 @@ def emulating(**settings: Any) -> Iterator[Emulation]:
     # not `.active`: that property looks for a driver, and there may be none
     driver = triton.runtime.driver._active
     methods = JITFunction.run, JITFunction.warmup
-    triton.runtime.driver.set_active(_NoDriver(emulation.arch))
+    triton.runtime.driver.set_active(NoDriver(emulation.arch))
     JITFunction.run, JITFunction.warmup = run, run
     try:
         yield emulation

@@ -236,7 +236,7 @@ def test_decoding_in_a_small_workspace():
 )
 @pytest.mark.interpreted
 def test_nan_reaches_only_queries_that_attend_to_its_row(fields):
-    """In the last row of each request, or in its scale."""
+    """A NaN is in the last row of each request, or in its scale."""
     case = DecodeCase(**fields)
     pages = case.paged.pages
     for rows, slots in zip(case.paged.rows, case.paged.slots, strict=True):
