@@ -122,9 +122,10 @@ def norm_rope_quant_kernel(
     numbers = Numbers(tokens, heads, num_requests, num_positions, stride_table_request)
     program = tl.program_id(0)
     if program < norm_programs:
-        token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        # a name that the other branch has too must have the same type there
+        row_token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
         _append_rows(
-            *(token, numbers, latents, angles, slots, page_table, lengths, shard, cache),
+            *(row_token, numbers, latents, angles, slots, page_table, lengths, shard, cache),
             *(ROW, TRAITS, queries.q.dtype.element_ty),
         )
     elif ROW.D_R > 0:

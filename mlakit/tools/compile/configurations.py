@@ -140,6 +140,8 @@ CONFIGURATIONS: dict[str, Case] = {
         extra_topk=64,
     ),
     "append-slots": _append("fp8_block128", slots="some"),
+    # enough work for programs of four rows and many heads
+    "append-many-tokens": _append("fp8_block128", kv_lens=(2000,), q_lens=(2000,)),
     "append-shard": _append("bf16", rank=1, world=2, positions="given"),
     "append-index-keys": _append(
         "fp8_token", kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, gamma_dtype="", heads=1
