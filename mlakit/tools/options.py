@@ -1,4 +1,4 @@
-"""Rejects options of the command line that would have no effect.
+"""What commands share: completion, errors of usage, options that would have no effect.
 
 Each command lists which of its options cannot be combined. Only typed options count, whatever their
 values; defaults do not.
@@ -6,7 +6,7 @@ values; defaults do not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,11 @@ class Command(TyperCommand):
             for knob in knobs.REGISTRY.values():
                 knob()
         return super().invoke(ctx)
+
+
+def completion(words: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return what completes an incomplete word to one of `words`."""
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 @contextmanager

@@ -52,6 +52,7 @@ LAYERS = (
     "tools.bench tools.check tools.compile",
     "tools.demo tools.doctor tools.emulator tools.generate tools.memory tools.support",
     "tools.planner",
+    "tools.commands",
     "tools.cli",
     "__main__",
 )
@@ -290,8 +291,8 @@ def test_only_its_command_imports_the_emulator_and_late():
     importers = {
         path for path, source in SOURCES.items() if "tools.emulator" in imported_layers(source)
     }
-    assert {path for path in importers if "emulator" not in path} == {"tools/cli.py"}
-    assert "mlakit.tools.emulator" not in early_modules(SOURCES["tools/cli.py"])
+    assert {path for path in importers if "emulator" not in path} == {"tools/commands/checks.py"}
+    assert "mlakit.tools.emulator" not in early_modules(SOURCES["tools/commands/checks.py"])
 
 
 def early_modules(source: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The command `mlakit plan`. What takes long to import is imported when it runs, as in cli.py."""
+"""The command `mlakit plan`. What takes long to import is imported when it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mlakit.model.geometry import PRESETS
-from mlakit.tools.options import usage_errors
+from mlakit.tools.options import completion, usage_errors
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,16 +22,12 @@ EXAMPLES = (
 )
 
 
-def _complete_model(incomplete: str) -> list[str]:
-    return [model for model in PRESETS if model.startswith(incomplete)]
-
-
 def plan(
     model: str = typer.Argument(
         ...,
         help="A folder with a config.json, or a known model.",
         metavar="MODEL_DIR",
-        autocompletion=_complete_model,
+        autocompletion=completion(PRESETS),
     ),
     tokens: str = typer.Option(
         ..., "--context", metavar="N", help="Tokens of a request, prompt and answer, such as 128k."
