@@ -86,15 +86,17 @@ emulate: $(INSTALLED) $(OLDEST_INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "fault or sample" tests/tools/emulator
 	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) -k has_no_fault tests/tools/emulator
 
-# GPU kernels for every architecture, without a GPU: all configurations of the portable kernels
-# here, and all of Hopper's with the oldest Triton, which the GPU tests have
+# GPU kernels for every architecture, without a GPU: samples of a list of configurations, and all
+# that models reach, since launchers pick more variants than the list has
 compile: $(INSTALLED)
 	$(BIN)/mlakit support --compile --sample hopper
+	$(BIN)/mlakit warmup deepseek-v3 --for all --arch sm_90
 
 oldest: $(OLDEST_INSTALLED)
 	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) --thorough -k triton tests/kernels/triton/test_interpreter.py \
 	  tests/kernels/triton/test_decode_plan.py tests/ops/test_*.py
 	$(OLDEST)/bin/python -m mlakit support --compile --sample portable
+	$(OLDEST)/bin/python -m mlakit warmup deepseek-v3.2 --for steps --format fp8_block128 --arch sm_90
 
 # all configurations with both, after a change of a kernel or of allowed spills: an hour on 2 cores
 compile-all: $(INSTALLED) $(OLDEST_INSTALLED)
