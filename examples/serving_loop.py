@@ -218,7 +218,7 @@ class Scheduler:
                     return False
                 continue
             # before any row of the step is written
-            self.cache.copy_pages([c.source for c in copies], [c.target for c in copies])
+            self.cache.copy_pages(copies)
             self.counts.copied_pages += len(copies)
             return True
 

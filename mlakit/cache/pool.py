@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,7 @@ from mlakit.cache.page_table import (
     range_slots,
     request_slots,
 )
+from mlakit.cache.pages import PageCopy
 from mlakit.cache.slot_checks import (
     SKIPPED,
     check_rows_for_slots,
@@ -357,32 +358,34 @@ class PagedLatentCache(CacheTensors):
                 bits(copied).copy_(bits(pool), non_blocking=non_blocking)
         return PagedLatentCache(self.codec, payload, scales, tensor_scale)
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages in every layer, for copy on write of shared pages (`PageAllocator`):
-        `copy_pages([c.source for c in copies], [c.target for c in copies])`.
+    def copy_pages(self, copies: Iterable[PageCopy | tuple[int, int]]) -> None:
+        """Copy whole pages in every layer, for copy on write of shared pages.
+
+        copies  what `PageAllocator` returns, or pairs (source, target) of page ids
 
         A duplicate target and a target that is also a source raise ValueError.
         """
         dims = Dims("PagedLatentCache.copy_pages")
-        checked = {
-            name: [self._page_id(dims, f"{name}[{i}]", page) for i, page in enumerate(pages)]
-            for name, pages in (("sources", sources), ("targets", targets))
-        }
-        count = len(checked["sources"])
-        given = len(checked["targets"])
-        dims.require(given == count, "targets", f"have as many entries as sources, {count}", given)
-        if not count:
+        sources: list[int] = []
+        targets: list[int] = []
+        for i, copy in enumerate(copies):
+            if not isinstance(copy, (tuple, list)) or len(copy) not in (2, len(PageCopy._fields)):
+                raise TypeError(
+                    f"{dims.op}: copies[{i}] must be a PageCopy or a pair (source, target), "
+                    f"got {copy!r}"
+                )
+            sources.append(self._page_id(dims, f"the source of copies[{i}]", copy[0]))
+            targets.append(self._page_id(dims, f"the target of copies[{i}]", copy[1]))
+        if not sources:
             return
-        taken = set(checked["sources"])
-        for i, page in enumerate(checked["targets"]):
-            dims.require(
-                page not in taken,
-                f"targets[{i}]",
-                "not be a source or another target",
-                page,
-            )
+        taken = set(sources)
+        for i, page in enumerate(targets):
+            arg = f"the target of copies[{i}]"
+            dims.require(page not in taken, arg, "not be a source or another target", page)
             taken.add(page)
-        source, target = (from_host(pages, torch.int64, self.device) for pages in checked.values())
+        source, target = (
+            from_host(pages, torch.int64, self.device) for pages in (sources, targets)
+        )
         for pool in (self.payload, self.scales):
             if pool is not None:
                 bits(pool)[:, target] = bits(pool)[:, source]

@@ -2,6 +2,7 @@
 
 from mlakit.formats.rows import (
     E4M3_MAX,
+    ENGINE_NAMES,
     FLOAT_FORMATS,
     FORMATS,
     GROUP_FORMATS,
@@ -28,6 +29,7 @@ from mlakit.formats.traits import FormatTraits
 
 __all__ = [
     "E4M3_MAX",
+    "ENGINE_NAMES",
     "FLOAT_FORMATS",
     "FORMATS",
     "GROUP_FORMATS",

@@ -53,6 +53,14 @@ FORMATS: tuple[Format, ...] = get_args(GeneralFormat)
 GROUP_FORMATS: tuple[Format, ...] = get_args(GroupFormat)
 """E4m3 columns only, with one float32 scale per row or per 32, 64 or 128 columns in a tensor beside
 them. Ops that append and `mla_decode` take them."""
+ENGINE_NAMES: dict[str, Format] = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "fp8_e4m3": "fp8",
+    "fp8_ds_mla": "fp8_block128",
+}
+"""vLLM's and torch's names of formats, which every argument `format` takes, too."""
 
 E4M3_MAX = 448.0
 SCALE_BLOCK = 128
@@ -531,14 +539,20 @@ def format_of_dtype(dtype: torch.dtype) -> Format:
 
 
 def known_format(name: object) -> Format:
-    """`name` if it is a format; otherwise ValueError with the choices."""
+    """Return the format of a name or of an engine's name for it (`ENGINE_NAMES`).
+
+    Another name is a ValueError with the choices.
+    """
     for known in _BUILDERS:
         if name == known:
             return known
+    if isinstance(name, str) and name in ENGINE_NAMES:
+        return ENGINE_NAMES[name]
     raise ValueError(f"unknown cache format {name!r}; choose from {', '.join(_BUILDERS)}")
 
 
 @lru_cache(maxsize=256)
 def row_codec(name: Format, row: RowShape) -> RowCodec:
     """The codec of a format for rows of one shape; ValueError if the format does not support it."""
-    return _BUILDERS[known_format(name)](name, row)
+    known = known_format(name)
+    return _BUILDERS[known](known, row)

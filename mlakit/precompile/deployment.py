@@ -9,7 +9,7 @@ import torch
 
 from mlakit.dispatch.checks import Dims
 from mlakit.dispatch.names import one_of
-from mlakit.formats import FORMATS, Format
+from mlakit.formats import ENGINE_NAMES, FORMATS, Format
 from mlakit.model.geometry import MLAGeometry
 
 User = Literal["vllm", "sglang", "steps"]
@@ -68,6 +68,7 @@ def deployment(
     geometry = MLAGeometry.from_config(model)
     if heads is not None:
         geometry = geometry.with_heads(dims.integer("heads", heads, 1))
+    format = ENGINE_NAMES.get(format, format)
     for name, value, known in (
         ("format", format, tuple(FORMATS)),
         ("dtype", dtype, tuple(DTYPES)),

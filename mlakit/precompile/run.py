@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mlakit.dispatch import knobs, private
-from mlakit.dispatch.architectures import NUM_SMS, arch_name, is_amd
+from mlakit.dispatch.architectures import NUM_SMS, arch_name, card_arch, is_amd
 from mlakit.formats import Format
 from mlakit.precompile.deployment import Deployment, deployment
 from mlakit.precompile.worker import Done, Task, Worker
@@ -77,7 +77,7 @@ def warmup(
     max_tokens       new tokens of a step
     has_fp8_weights  block-FP8 up-projections, for `steps`
     is_batch_invariant  results of a request have the same bits in any batch, for engines
-    arch             such as sm_90, for which no GPU is needed; None: the GPU of this machine
+    arch             such as sm_90 or H200, which needs no GPU; None: the GPU of this machine
     num_sms          of that GPU; None: of a usual card
     jobs             processes; None: one per core
 
@@ -130,7 +130,7 @@ def target_of(arch: str | int | None, num_sms: int | None) -> Target:
             raise WarmupError(f"warmup is for NVIDIA's GPUs, got {arch_name(target.arch)}")
         return target
     digits = str(arch).lower().removeprefix("sm").strip("_a").replace(".", "")
-    number = int(digits) if digits.isdecimal() else 0
+    number = card_arch(str(arch)) or (int(digits) if digits.isdecimal() else 0)
     if number not in launch.SHARED_BYTES:
         known = ", ".join(map(arch_name, launch.SHARED_BYTES))
         raise ValueError(f"warmup: arch must be one of {known}, got {arch!r}")

@@ -54,16 +54,24 @@ def fitting_table(
     for rank in range(highest, -1, -1):
         shown = [i for i, column in enumerate(columns) if column.rank <= rank]
         table = _table(columns, lines, shown, grouped)
-        if sum(each.min_width or 0 for each in table.columns) + 2 * len(shown) + 1 <= width:
+        if _width(table) <= width:
             break
     else:  # even the columns of rank 0 do not fit: text is folded
         for i, column in zip(shown, table.columns, strict=True):
             column.no_wrap, column.min_width = columns[i].is_number, None
     absent = dict.fromkeys(each.heading for each in columns if each.rank > rank)
     notes = [caption] if caption else []
-    notes += [f"no room for {', '.join(absent)}"] if absent else []
+    if absent:
+        needed = _width(_table(columns, lines, range(len(columns)), grouped))
+        hidden = ", ".join(absent)
+        notes.append(f"columns hidden at this width: {hidden} (COLUMNS={needed} shows them)")
     table.caption, table.caption_justify = "; ".join(notes) or None, "left"
     return table
+
+
+def _width(table: Table) -> int:
+    """Return the width that a table of this module needs at least."""
+    return sum(each.min_width or 0 for each in table.columns) + 2 * len(table.columns) + 1
 
 
 def _table(

@@ -8,23 +8,14 @@ from dataclasses import dataclass
 from rich.box import SIMPLE
 from rich.table import Table
 
-from mlakit.dispatch.architectures import AMD, amd_arch, arch_name
+from mlakit.dispatch.architectures import AMD, CARDS, amd_arch, arch_name, card_arch
 from mlakit.dispatch.selection import OPS, explain, explain_kernels, specs
 from mlakit.dispatch.specs import Problem
-from mlakit.formats import FORMATS
+from mlakit.formats import ENGINE_NAMES, FORMATS
 from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.tools.workloads.inputs import DTYPES
 
-ARCHITECTURES = {
-    80: "A100",
-    86: "RTX 30, A40",
-    89: "L40S, RTX 40",
-    90: "H100, H200",
-    100: "B200",
-    120: "RTX 50",
-    **AMD,
-}
-NVIDIA = tuple(arch for arch in ARCHITECTURES if arch not in AMD)
+NVIDIA = tuple(arch for arch in CARDS if arch not in AMD)
 NOT_RUN = f"{', '.join(map(arch_name, AMD))}: compiled, not run"
 MODEL = MLAGeometry.preset("deepseek-v3")
 INDEX_KEYS = RowShape(128, 0)  # of DeepSeek-V3.2: the rows of the indexer's own cache
@@ -84,13 +75,15 @@ class Selection:
 
 
 def parse_arch(text: str) -> int | None:
-    """90 for 90, 9.0, sm_90 and sm_90a, 0x942 for gfx942; None for cpu and 0. Raises ValueError for
-    other text."""
+    """Return 90 for 90, 9.0, sm_90, sm_90a and H200, 0x942 for gfx942; None for cpu and 0.
+
+    Raises ValueError for other text.
+    """
     if text in ("cpu", "0"):
         return None
-    amd = amd_arch(text)
-    if amd is not None:
-        return amd
+    named = amd_arch(text) or card_arch(text)
+    if named is not None:
+        return named
     found = ARCH.fullmatch(text.lower())
     arch = 0
     if found is not None:
@@ -99,8 +92,9 @@ def parse_arch(text: str) -> int | None:
     if arch not in CAPABILITIES or arch < first_of_kind:
         known = ", ".join(map(str, CAPABILITIES))
         raise ValueError(
-            f"--arch must be cpu, a compute capability written as 90, 9.0, sm_90 or sm_90a, or one "
-            f"of AMD's architectures such as gfx942, got {text!r}; known: {known}"
+            f"--arch must be cpu, a card ({', '.join(CARDS.values())}), a compute capability "
+            f"written as 90, 9.0, sm_90 or sm_90a, or one of AMD's architectures such as gfx942, "
+            f"got {text!r}; known: {known}"
         )
     return arch
 
@@ -135,6 +129,7 @@ def problem_of(
     known: dict[str, object] = dict(INDEX_FACTS if op in INDEX_OPS else ATTENTION_FACTS)
     named = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size, "mask": mask}
     known |= {name: value for name, value in named.items() if value is not None}
+    known["format"] = ENGINE_NAMES.get(str(known["format"]), known["format"])
     for name, choices in (("dtype", DTYPES), ("format", FORMATS)):
         if known[name] not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {known[name]!r}")
@@ -159,11 +154,11 @@ def selection(op: str, problem: Problem) -> Selection:
 
 def selections() -> list[list[Selection]]:
     """For every op: on the CPU, then on every architecture."""
-    return [[selection(op, problem_of(op, arch)) for arch in (None, *ARCHITECTURES)] for op in OPS]
+    return [[selection(op, problem_of(op, arch)) for arch in (None, *CARDS)] for op in OPS]
 
 
 def support_table(rows: list[list[Selection]]) -> Table:
-    cards = "; ".join(f"{arch_name(arch)} {names}" for arch, names in ARCHITECTURES.items())
+    cards = "; ".join(f"{arch_name(arch)} {names}" for arch, names in CARDS.items())
     cards = f"{cards}\n{_on_amd(rows)}\n{NOT_RUN}"
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), caption=cards, caption_justify="left")
     for heading in ("op", "cpu", *map(arch_name, NVIDIA)):
@@ -188,7 +183,7 @@ def _on_amd(rows: list[list[Selection]]) -> str:
 
 def markdown(rows: list[list[Selection]]) -> str:
     """The table in Markdown, as in the README."""
-    cards = (f"{arch_name(arch)} ({names})" for arch, names in ARCHITECTURES.items())
+    cards = (f"{arch_name(arch)} ({names})" for arch, names in CARDS.items())
     headings = ["op", "cpu", *cards]
     lines = [headings, ["---"] * len(headings)]
     lines += [[f"`{row[0].op}`", *(each.chosen or "—" for each in row)] for row in rows]

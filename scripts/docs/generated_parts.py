@@ -92,12 +92,12 @@ def knob_table() -> str:
 
 def support_table() -> str:
     """The table of `mlakit support`."""
-    header = ("op", "CPU", *map(arch_name, support.ARCHITECTURES))
+    header = ("op", "CPU", *map(arch_name, support.CARDS))
     rows = (
         (f"`{row[0].op}`", *(selection.chosen or "—" for selection in row))
         for row in support.selections()
     )
-    names = ((arch_name(arch), names) for arch, names in support.ARCHITECTURES.items())
+    names = ((arch_name(arch), names) for arch, names in support.CARDS.items())
     cards = "; ".join(f"{arch}: {cards}" for arch, cards in names)
     return f"{markdown_table(header, rows)}\n\n{cards}. {support.NOT_RUN}."
 

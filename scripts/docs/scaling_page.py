@@ -81,22 +81,10 @@ def measured() -> dict[str, Any]:
 
 
 def printed(command: str) -> str:
-    """What a command of mlakit prints on stdout and stderr, with long serve lines continued."""
+    """What a command of mlakit prints on stdout and stderr."""
     runner = CliRunner(env={"COLUMNS": str(COLUMNS)})
     output = runner.invoke(cli.app, shlex.split(command)[1:]).output
-    return "\n".join(_continued(line.rstrip()) for line in output.splitlines()).strip("\n") + "\n"
-
-
-def _continued(line: str) -> str:
-    if not line.startswith("vllm serve"):
-        return line
-    options = re.sub(r" (?=--)", "\n", line).splitlines()
-    shown = [options[0]]
-    for each in options[1:]:
-        if len(shown[-1]) + len(each) > COLUMNS - 3:
-            shown.append("   ")
-        shown[-1] += f" {each}"
-    return " \\\n".join(shown)
+    return "\n".join(line.rstrip() for line in output.splitlines()).strip("\n") + "\n"
 
 
 def main() -> None:

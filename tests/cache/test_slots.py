@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlakit import PageAllocator
 from mlakit.cache import CacheLayer, PagedLatentCache
+from mlakit.cache.layouts import bits
 from mlakit.dispatch import knobs
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.formats import FORMATS
@@ -302,32 +304,48 @@ def test_slots_on_a_gpu_are_skipped_without_a_synchronisation_and_checked_when_a
         pool.layer(0).write(slots.cpu(), rows)
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_token", "fp8_block64"])
+def test_copies_of_an_allocator_move_every_row_of_every_layer(format):
+    pages = PageAllocator(4, 3)
+    copies = pages.append(pages.fork(pages.reserve(5)), 1)
+    assert [tuple(copy) for copy in copies] == [(1, 2, 2)]
+    pool = pool_of(format)
+    for tensor in tensors_of(pool).values():
+        bits(tensor).random_(1, 100)
+    expected = {name: tensor.clone() for name, tensor in tensors_of(pool).items()}
+    for tensor in expected.values():
+        bits(tensor)[:, 2] = bits(tensor)[:, 1]
+    pool.copy_pages([])
+    pool.copy_pages(iter(copies))
+    for name, tensor in tensors_of(pool).items():
+        assert_same_bits(name, tensor, expected[name])
+
+
 @pytest.mark.parametrize(
-    ("sources", "targets", "error", "message"),
+    ("copies", "error", "message"),
     [
-        ([0, 1], [2], ValueError, "targets must have as many entries as sources, 2, got 1"),
-        ([0], [2, 3], ValueError, "targets must have as many entries as sources, 1, got 2"),
-        ([4], [0], ValueError, "sources[0] must be below the 4 pages of the pool, got 4"),
-        ([0], [-1], ValueError, "targets[0] must be at least 0, got -1"),
+        ([0, 2], TypeError, "copies[0] must be a PageCopy or a pair (source, target), got 0"),
+        (["01"], TypeError, "copies[0] must be a PageCopy or a pair (source, target), got '01'"),
+        ([(0,)], TypeError, "copies[0] must be a PageCopy or a pair (source, target), got (0,)"),
+        ([(4, 0)], ValueError, "the source of copies[0] must be below the 4 pages of the pool"),
+        ([(0, -1)], ValueError, "the target of copies[0] must be at least 0, got -1"),
         (
-            [0, 1],
-            [2, 2],
+            [(0, 2), (1, 2)],
             ValueError,
-            "targets[1] must not be a source or another target, got 2",
+            "the target of copies[1] must not be a source or another target, got 2",
         ),
         (
-            [0, 1],
-            [2, 0],
+            [(0, 2), (1, 0)],
             ValueError,
-            "targets[1] must not be a source or another target, got 0",
+            "the target of copies[1] must not be a source or another target, got 0",
         ),
-        ([0.0], [1], TypeError, "sources[0] must be an integer, got float"),
-        ([True], [2], TypeError, "sources[0] must be an integer, got bool"),
+        ([(0.0, 1)], TypeError, "the source of copies[0] must be an integer, got float"),
+        ([(True, 2)], TypeError, "the source of copies[0] must be an integer, got bool"),
     ],
 )
-def test_pages_that_cannot_be_copied_are_named(sources, targets, error, message):
+def test_pages_that_cannot_be_copied_are_named(copies, error, message):
     pool = pool_of("fp8_token")
     before = snapshot(**tensors_of(pool))
     with pytest.raises(error, match=re.escape(f"PagedLatentCache.copy_pages: {message}")):
-        pool.copy_pages(sources, targets)
+        pool.copy_pages(copies)
     assert_unchanged(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.formats import PageFooterCodec, row_codec
+from mlakit.formats import ENGINE_NAMES, FORMATS, PageFooterCodec, known_format, row_codec
 from mlakit.model.geometry import RowShape
 from tests.formats.format_rows import E4M3, INF, NAN, V3, V4, random_rows
 
@@ -23,6 +23,19 @@ from tests.formats.format_rows import E4M3, INF, NAN, V3, V4, random_rows
 def test_formats_that_do_not_exist_or_do_not_fit(name, row, message):
     with pytest.raises(ValueError, match=message):
         row_codec(name, row)
+
+
+@pytest.mark.parametrize(("name", "format"), ENGINE_NAMES.items())
+def test_a_name_of_an_engine_is_a_format(name, format):
+    assert format in FORMATS
+    assert known_format(name) == format
+    assert row_codec(name, V3).name == format
+
+
+@pytest.mark.parametrize("name", [["bf16"], None, 16])
+def test_a_format_that_is_no_name(name):
+    with pytest.raises(ValueError, match="unknown cache format"):
+        known_format(name)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "fp8"])

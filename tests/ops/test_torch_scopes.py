@@ -186,7 +186,7 @@ def test_a_pool_of_every_format(format, scope, generator):
         assert pool.payload.device.type == "cpu"
         assert pool.to("cpu") is pool
         pool.layer(0).write(slots, rows)
-        pool.copy_pages([1, 3], [0, 2])
+        pool.copy_pages([(1, 0), (3, 2)])
         read = pool.layer(0).read(torch.tensor([3, 7, 11], device="cpu"))
         return pool.payload, read, pool.clone().payload
 

@@ -137,6 +137,11 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     assert (second["known"], second["missing"], second["compiled"]) == (known, known - 2, 0)
 
 
+@pytest.mark.parametrize(("name", "arch"), [("H200", 90), ("a100", 80), ("sm_90a", 90), (9.0, 90)])
+def test_a_card_is_an_architecture(name, arch):
+    assert run.target_of(name, None).arch == arch
+
+
 def call(**changes: Any) -> Any:
     return mlakit.warmup(**{"model": "deepseek-v3", "arch": "sm_90", **changes})
 
@@ -152,6 +157,7 @@ def call(**changes: Any) -> Any:
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
         ({"page_rows": 8}, "page_rows must be at least 64, got 8"),
         ({"arch": "sm_75"}, "arch must be one of sm_80, .* got 'sm_75'"),
+        ({"arch": "MI300X"}, "arch must be one of sm_80, .* got 'MI300X'"),
     ],
 )
 def test_a_wrong_argument_is_named(changes, message, monkeypatch):

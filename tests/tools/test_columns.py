@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 
 import pytest
@@ -53,6 +54,18 @@ def test_every_time_and_speedup_is_whole_at_every_width(width):
         assert found, each
         if each.speedup is not None:
             assert any(times_of(each.speedup.p50) in line.split() for line in found)
+
+
+def test_hidden_columns_are_named_and_the_width_that_shows_them():
+    columns = (Column("name", is_number=False), Column("bytes", 1), Column("tokens that fit", 2))
+    rows = [("a" * 10, "123456", "7")]
+    (said,) = re.findall(
+        r"columns hidden at this width: tokens that fit \(COLUMNS=(\d+) shows them\)",
+        " ".join(" ".join(shown(fitting_table(columns, rows, 30), 30)).split()),
+    )
+    for width in (int(said) - 1, int(said)):
+        text = "\n".join(shown(fitting_table(columns, rows, width), width))
+        assert ("hidden" in text) == (width < int(said))
 
 
 def test_a_table_too_wide_for_its_own_names_folds_them_and_no_number():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import scaling_page
 from typer.testing import CliRunner
 
+from mlakit.model.geometry import PRESETS
 from mlakit.tools import cli
 from mlakit.tools.memory.budget import CHECKPOINT_INDEX, GIB
 from mlakit.tools.memory.layers import read_model
 from mlakit.tools.planner import times
-from mlakit.tools.planner.plan import CACHE_DTYPES, make_plan
+from mlakit.tools.planner.command import folded
+from mlakit.tools.planner.plan import CACHE_DTYPES, MOST_REQUESTS, make_plan
 from mlakit.tools.planner.times import KernelTimes, attention_us, interpolated, measured_times
 from mlakit.tools.planner.weights import count_parameters, model_weights
 
@@ -161,6 +164,14 @@ def plan(config: str, **options: Any) -> Any:
     return make_plan(config, **{"gpus": 8, "context": 1024, **options})
 
 
+def test_every_command_lists_the_models_there_are():
+    for command in (["memory"], ["plan", "--context", "4k"], ["warmup", "--arch", "sm_90"]):
+        runner = CliRunner(env={"COLUMNS": "300"})
+        said = runner.invoke(cli.app, [*command, "llama-3"]).output
+        assert "'llama-3' is not a config.json" in said
+        assert ", ".join(PRESETS) in re.sub(r"[│\s]+", " ", said)
+
+
 def test_dcp_is_the_lowest_with_which_the_requests_fit(tmp_path):
     config = written(tmp_path)
     token = 4 * 1152  # 4 layers in bf16
@@ -225,7 +236,8 @@ def test_a_sparse_model_has_its_own_backend_and_no_dcp(tmp_path):
     assert [(each.dcp, each.cache_dtype) for each in found.candidates] == [(1, "fp8_ds_mla")]
     assert (found.chosen, found.lines) == (None, [])
     assert found.why_not is not None
-    fits = plan(written(tmp_path, **SPARSE))
+    assert found.requests == 1000
+    fits = plan(written(tmp_path, **SPARSE), requests=1)
     assert "MLAKIT_SPARSE" in shlex.split(fits.lines[0])
     assert fits.chosen.needed_bytes == 1024 * 4 * (656 + 132)
 
@@ -234,6 +246,11 @@ def test_several_nodes_have_a_line_each(tmp_path):
     first, second = (shlex.split(line) for line in plan(written(tmp_path), gpus=16).lines)
     assert second == [*first[:-1], "1", "--headless"]
     assert first[-6:] == ["--nnodes", "2", "--master-addr", "ADDRESS", "--node-rank", "0"]
+
+
+def words(shown: str) -> list[str]:
+    """The words of a command as a shell reads them."""
+    return shlex.split(shown.replace("\\\n", ""))
 
 
 def run(*arguments: object, status: int = 0) -> Any:
@@ -247,13 +264,13 @@ def test_the_command_prints_the_line_and_says_why(tmp_path):
     config = written(tmp_path)
     options = ("--gpus", 8, "--context", "128k", "--requests", 30, "--gpu-memory", 20)
     result = run(config, *options)
-    assert shlex.split(result.stdout) == [
+    assert words(result.stdout) == [
         *("vllm", "serve", config, "--attention-backend", "MLAKIT"),
         *("--tensor-parallel-size", "8", "--decode-context-parallel-size", "2"),
         *("--kv-cache-dtype", "auto", "--max-model-len", "131072", "--max-num-seqs", "30"),
         *("--gpu-memory-utilization", "0.9"),
     ]
-    for word in shlex.split(result.stdout):
+    for word in words(result.stdout):
         assert not word.startswith("--") or word in result.stderr
     rows = [line.split() for line in result.stderr.splitlines()]
     chosen = plan(config, gpu_gib=20, context=1 << 17, requests=30).chosen
@@ -261,13 +278,53 @@ def test_the_command_prints_the_line_and_says_why(tmp_path):
     assert row[1:5] == ["8", "1", "2", "auto"]
     assert row[7:9] == [f"{chosen.max_requests:,}", f"{chosen.attention_ms:.1f}"]
     stored = json.loads(run(config, *options, "--json").stdout)
-    assert stored["lines"] == [result.stdout.strip()]
+    assert [shlex.split(line) for line in stored["lines"]] == [words(result.stdout)]
     assert stored["chosen"]["dcp"] == 2
 
 
 def test_a_known_model_is_served_by_its_hub_id():
     result = run("deepseek-v3", "--gpus", 8, "--context", "32k")
     assert result.stdout.startswith("vllm serve deepseek-ai/DeepSeek-V3 ")
+
+
+@pytest.mark.parametrize("gpus", [8, None])
+def test_as_many_requests_as_fit_if_none_are_asked_for(gpus):
+    found = plan("deepseek-v3", gpus=gpus, context=1 << 17)
+    assert found.requests == found.chosen.max_requests > 1
+    assert f"--max-num-seqs {found.requests} " in found.lines[0]
+    asked = plan("deepseek-v3", gpus=gpus, context=1 << 17, requests=found.requests)
+    assert (found.chosen, found.candidates) == (asked.chosen, asked.candidates)
+    more = plan("deepseek-v3", gpus=gpus, context=1 << 17, requests=found.requests + 1)
+    assert more.chosen.dcp > found.chosen.dcp
+
+
+def test_not_more_requests_than_an_engine_takes_well(tmp_path):
+    found = plan(written(tmp_path), context=64)
+    assert found.requests == MOST_REQUESTS < found.chosen.max_requests
+
+
+def test_a_line_is_folded_between_options():
+    line = "vllm serve 'a folder --x' --one 1 --two 'b c' --three"
+    assert folded(line, 300) == line
+    shown = folded(line, 40)
+    assert shown == "vllm serve 'a folder --x' --one 1 \\\n    --two 'b c' --three"
+    printed = subprocess.run(
+        ["sh", "-c", shown.replace("vllm serve", "printf '%s\n'")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert printed.stdout.splitlines() == shlex.split(line)[2:]
+
+
+def test_what_would_fit_comes_first(tmp_path):
+    result = run("deepseek-v3", "--gpus", 4, "--context", "4k", status=1)
+    assert result.stderr.startswith("Does not fit: needs 8 GPUs. Why: the weights do not fit: ")
+    config = written(tmp_path)
+    options = {"gpu_gib": 5, "context": 1 << 20, "requests": 10_000}
+    assert (plan(config, gpus=128, **options).enough_gpus) is None
+    result = run(config, "--context", 1 << 20, "--requests", 10_000, "--gpu-memory", 5, status=1)
+    assert result.stderr.startswith("Does not fit: needs more than 64 GPUs. Why: ")
 
 
 def test_what_does_not_fit_is_said_in_numbers():

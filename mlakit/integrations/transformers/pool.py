@@ -174,7 +174,7 @@ class LatentPool:
             allocator.grow(pages)
         copies = allocator.append_batch(self.sequences, counts)
         if copies and self.cache is not None:
-            self.cache.copy_pages([c.source for c in copies], [c.target for c in copies])
+            self.cache.copy_pages(copies)
 
     def _make_step(
         self, new: Uncommitted, counts: list[int], length: int, device: torch.device

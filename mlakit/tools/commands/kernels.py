@@ -21,7 +21,7 @@ def explain(
         ..., help="A public op, such as mla_decode.", autocompletion=completion(OPS)
     ),
     arch: str = typer.Option(
-        "cpu", help="cpu, a compute capability (90, 9.0, sm_90 or sm_90a), or gfx942."
+        "cpu", help="cpu, a card such as H200, a compute capability (90, 9.0, sm_90), or gfx942."
     ),
     dtype: str | None = typer.Option(
         None, help="bf16, fp16, fp32 or e4m3, of the queries: default bf16, indexer e4m3."

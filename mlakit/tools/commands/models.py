@@ -23,8 +23,8 @@ def memory(
     context: typer.Context,
     model: str = typer.Argument(
         ...,
-        help="A known model, a config.json or its folder.",
-        metavar="MODEL_CONFIG",
+        help="A known model, its Hub id, a config.json or a folder with one.",
+        metavar="MODEL",
         autocompletion=completion(PRESETS),
     ),
     tokens: str = typer.Option(
@@ -119,7 +119,9 @@ def warmup(
         "all", "--for", help="Who calls the ops: vllm, sglang, steps (mlakit.steps) or all."
     ),
     arch: str | None = typer.Option(
-        None, help="Architecture, such as sm_90; needs no GPU. Default: this machine's GPU."
+        None,
+        help="Architecture or card, such as sm_90 or H200; needs no GPU. Default: this "
+        "machine's GPU.",
     ),
     sms: int | None = typer.Option(
         None, min=1, help="SMs of that GPU, with --arch. Default: those of a usual card."

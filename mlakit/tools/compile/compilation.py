@@ -217,9 +217,9 @@ def summary(kernels: Sequence[Compiled]) -> str:
 
 def compile_table(kernels: Sequence[Compiled], width: int) -> RenderableType:
     columns = (
-        Column("configuration", is_number=False),
+        Column("configuration", is_number=False, folds_at=14),
         Column("arch", is_number=False),
-        Column("kernel", rank=1, is_number=False),
+        Column("kernel", is_number=False, folds_at=14),
         Column("registers", rank=3),
         Column("spills", rank=2),
         Column("shared bytes", rank=4),

@@ -172,7 +172,7 @@ class Session:
         g, tokens = self.geometry, count * len(sequences)
         copies = self.pages.append_batch(sequences, [count] * len(sequences))
         for cache in self.caches:  # a shared page is copied before it is written
-            cache.copy_pages([copy.source for copy in copies], [copy.target for copy in copies])
+            cache.copy_pages(copies)
         q, kv = self.normal(tokens, g.num_heads, g.qk_head_dim), self.normal(tokens, g.row.width)
         for sequence, new in zip(sequences, kv.split(count), strict=True):
             self.raw[sequence] = torch.cat([self.raw.get(sequence, new[:0]), new])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import typer
@@ -25,14 +27,16 @@ EXAMPLES = (
 def plan(
     model: str = typer.Argument(
         ...,
-        help="A folder with a config.json, or a known model.",
-        metavar="MODEL_DIR",
+        help="A known model, its Hub id, a config.json or a folder with one.",
+        metavar="MODEL",
         autocompletion=completion(PRESETS),
     ),
     tokens: str = typer.Option(
         ..., "--context", metavar="N", help="Tokens of a request, prompt and answer, such as 128k."
     ),
-    requests: int = typer.Option(1, min=1, help="Requests of that length at a time."),
+    requests: int | None = typer.Option(
+        None, min=1, help="Requests of that length at a time. Default: as many as fit."
+    ),
     gpus: int | None = typer.Option(
         None, min=1, help="GPUs of one engine. Default: the fewest that fit."
     ),
@@ -82,14 +86,40 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
-        for line in found.lines:
-            typer.echo(line)
         console = Console(stderr=True)
+        for line in found.lines:
+            typer.echo(folded(line, console.width))
+        if found.why_not is not None:
+            typer.echo(
+                f"Does not fit: {needed(found, gpus_per_node)}. Why: {found.why_not}.", err=True
+            )
         for part in shown(found):
             console.print(part, highlight=False)
     if found.why_not is not None:
-        typer.echo(f"Nothing fits: {found.why_not}.", err=True)
         raise typer.Exit(1)
+
+
+def folded(line: str, width: int) -> str:
+    """Return a command in lines of at most `width` columns; an option stays with its value."""
+    words = shlex.split(line)
+    starts = [0, *(i for i, word in enumerate(words) if word.startswith("--")), len(words)]
+    parts = [shlex.join(words[first:last]) for first, last in pairwise(starts)]
+    lines = parts[:1]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + len("  \\") > width:
+            lines.append("   ")
+        lines[-1] += f" {part}"
+    return " \\\n".join(lines)
+
+
+def needed(found: Plan, gpus_per_node: int) -> str:
+    """Return what would fit, for a plan in which nothing does."""
+    from mlakit.tools.planner.plan import MOST_NODES
+
+    if found.enough_gpus is not None:
+        return f"needs {found.enough_gpus} GPUs"
+    tried = max(MOST_NODES * gpus_per_node, *(each.gpus for each in found.candidates))
+    return f"needs more than {tried} GPUs"
 
 
 def shown(found: Plan) -> Iterator[RenderableType]:

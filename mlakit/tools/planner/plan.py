@@ -8,8 +8,8 @@ the cache by DCP and PP (by layers). DCP is raised before an FP8 cache is tried.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlakit.model.geometry import MLAGeometry
@@ -34,6 +34,7 @@ PAGE_SIZE = 64
 ROW_WIDTHS = (320, 512, 576)  # of latents, that vLLM 0.32.0 takes
 PACKED_ROW = (512, 64)  # of fp8_ds_mla
 MOST_NODES = 8  # that are tried if the number of GPUs is not given
+MOST_REQUESTS = 1024  # at a time, if their number is not given
 UTILISATION = 0.9  # vLLM's --gpu-memory-utilization; the serve line has it
 RESERVE = 4 * GIB  # activations, CUDA graphs and NCCL: an assumption; vLLM measures them
 
@@ -66,7 +67,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The candidates, and the first that fits. If none does, `why_not` says so in numbers."""
+    """The candidates, and the first that fits. If none does, `why_not` says so in numbers.
+
+    enough_gpus  the fewest GPUs that fit, where those that were asked for do not; None if there are
+                 none
+    """
 
     model: str
     context: int
@@ -78,6 +83,7 @@ class Plan:
     nodes: int
     notes: tuple[str, ...]
     why_not: str | None
+    enough_gpus: int | None
 
     @property
     def lines(self) -> list[str]:
@@ -106,6 +112,7 @@ class Task:
     requests: int
     gpu_bytes: int
     cache_dtype: str | None
+    is_filled: bool = False  # the requests are as many as fit
 
     @property
     def usable_bytes(self) -> int:
@@ -164,7 +171,7 @@ def make_plan(
     model: str,
     *,
     context: int,
-    requests: int = 1,
+    requests: int | None = None,
     gpus: int | None = None,
     gpu_gib: float = 141.0,
     cache_dtype: str | None = None,
@@ -174,6 +181,7 @@ def make_plan(
     """The serve line that fits, or why none does. Raises ValueError for wrong arguments.
 
     model        a folder with a config.json, or a known model
+    requests     at a time; None: as many as fit where one does, up to `MOST_REQUESTS`
     gpus         None: the fewest that fit, in powers of two up to a node, then in whole nodes
     gpu_gib      memory of one GPU
     cache_dtype  vLLM's; None: bf16 rows if they fit, else fp8; fp8_ds_mla for sparse models
@@ -191,23 +199,27 @@ def make_plan(
             f"context must be at most the model's max_position_embeddings, {longest}, got {context}"
         )
     _check_row(geometry, cache_dtype)
-    task = Task(geometry, layers, weights, context, requests, int(gpu_gib * GIB), cache_dtype)
-    found: list[Candidate] = []
-    for count in [gpus] if gpus else _counts(gpus_per_node):
-        if count > gpus_per_node and count % gpus_per_node:
-            raise ValueError(
-                f"gpus must be at most {gpus_per_node} or a multiple of it (--gpus-per-node), "
-                f"got {count}"
-            )
-        found += task.candidates(count, gpus_per_node)
-        if any(each.fits for each in found):
-            break
-    chosen = next((each for each in found if each.fits), None)
+    task = Task(geometry, layers, weights, context, requests or 1, int(gpu_gib * GIB), cache_dtype)
+    if gpus and gpus > gpus_per_node and gpus % gpus_per_node:
+        raise ValueError(
+            f"gpus must be at most {gpus_per_node} or a multiple of it (--gpus-per-node), "
+            f"got {gpus}"
+        )
+    found, chosen = _searched(task, [gpus] if gpus else _counts(gpus_per_node), gpus_per_node)
+    if requests is None and chosen is not None:
+        most = min(chosen.max_requests, MOST_REQUESTS)
+        task = replace(task, requests=most, is_filled=True)
+        counts = list(dict.fromkeys(each.gpus for each in found))
+        found, chosen = _searched(task, counts, gpus_per_node)
+    enough = None
+    if gpus and chosen is None:
+        more = [count for count in _counts(gpus_per_node) if count > gpus]
+        enough = _searched(task, more, gpus_per_node)[1]
     nodes = 1 if chosen is None else -(-chosen.gpus // gpus_per_node)
     return Plan(
         model=HUB_IDS.get(ALIASES.get(model.lower(), model.lower()), model),
         context=context,
-        requests=requests,
+        requests=task.requests,
         weights=weights,
         candidates=tuple(found),
         chosen=chosen,
@@ -215,7 +227,22 @@ def make_plan(
         nodes=nodes,
         notes=() if chosen is None else tuple(_notes(task, chosen, nodes)),
         why_not=_why_not(task, found) if chosen is None else None,
+        enough_gpus=None if enough is None else enough.gpus,
     )
+
+
+def _searched(
+    task: Task, counts: Sequence[int], per_node: int
+) -> tuple[list[Candidate], Candidate | None]:
+    """Return the candidates with these numbers of GPUs up to one that fits, and the first that
+    does."""
+    found: list[Candidate] = []
+    for count in counts:
+        found += task.candidates(count, per_node)
+        chosen = next((each for each in found if each.fits), None)
+        if chosen is not None:
+            return found, chosen
+    return found, None
 
 
 def _counts(per_node: int) -> list[int]:
@@ -261,7 +288,9 @@ def _options(task: Task, chosen: Candidate) -> Iterator[tuple[str, str, str]]:
     why = "as asked" if task.cache_dtype else dtypes.get(chosen.cache_dtype, "656-byte rows")
     yield "--kv-cache-dtype", chosen.cache_dtype, why
     yield "--max-model-len", str(task.context), "prompt and answer together"
-    yield "--max-num-seqs", str(task.requests), "requests at a time"
+    filled = "as many as fit" if chosen.max_requests <= task.requests else "more fit"
+    why = f"requests at a time: {filled}" if task.is_filled else "requests at a time"
+    yield "--max-num-seqs", str(task.requests), why
     memory = f"of {task.gpu_bytes / GIB:g} GiB; vLLM keeps its weights and cache below it"
     yield "--gpu-memory-utilization", f"{UTILISATION:g}", memory
 

@@ -48,7 +48,7 @@ HOPPER_KERNELS = {(op, 90) for op in ("mla_decode", "mla_prefill", "sparse_mla",
 
 
 @pytest.mark.parametrize("op", selection.OPS)
-@pytest.mark.parametrize("arch", support.ARCHITECTURES, ids=arch_name)
+@pytest.mark.parametrize("arch", support.CARDS, ids=arch_name)
 def test_explain_says_which_backend_takes_an_op_on_every_architecture(op, arch):
     code, output = invoke("explain", op, "--arch", arch_name(arch), "--json")
     said = json.loads(output)
@@ -159,6 +159,7 @@ def test_explain_refuses_what_no_call_can_have(option):
         *((text, 90) for text in ("90", "9.0", "sm_90", "sm90", "90a", "sm_90a", "SM_90a")),
         *((text, 100) for text in ("100", "10.0", "sm_100f")),
         ("8.6", 86),
+        *(("H200", 90), ("h100", 90), ("rtx 40", 89)),
         ("cpu", 0),
         ("0", 0),
     ],
@@ -171,15 +172,16 @@ def test_an_architecture_is_written_in_many_ways(written, arch):
 
 
 @pytest.mark.parametrize(
-    "written", ["", "9", "hopper", "900", "95", "9.00", "-90", "sm_", "80a", "90f", "90b", "h100"]
+    "written", ["", "9", "hopper", "900", "95", "9.00", "-90", "sm_", "80a", "90f", "90b", "h20"]
 )
 def test_what_is_no_architecture_is_refused(written):
     code, output = invoke("explain", "mla_decode", f"--arch={written}")
     assert code == 2
     said = " ".join(re.sub(r"[│\s]+", " ", output).split())
     rule = (
-        "--arch must be cpu, a compute capability written as 90, 9.0, sm_90 or sm_90a, or one of "
-        "AMD's architectures such as gfx942"
+        "--arch must be cpu, a card (A100, RTX 30, A40, L40S, RTX 40, H100, H200, B200, RTX 50, "
+        "MI300X, MI350X, RX 7900), a compute capability written as 90, 9.0, sm_90 or sm_90a, or "
+        "one of AMD's architectures such as gfx942"
     )
     assert f"{rule}, got {written!r}; known: 50, " in said
 
