@@ -87,7 +87,7 @@ def select_tokens(
     indexer = INDEXERS[cache_name]
     metadata = seams.layer_metadata(cache_name)
     if metadata is None:  # vLLM measures memory
-        torch.empty(seams.max_logits_bytes(), dtype=torch.uint8, device=q.device)
+        torch.empty(most_bytes(indexer, q), dtype=torch.uint8, device=q.device)
         return
     is_unused = False
     if seams.RELEASES.has("indexer_of_dense_prompts"):
@@ -104,6 +104,22 @@ def select_tokens(
         is_unused=is_unused,
         ranks=ranks_of(indexer),
     )
+
+
+def most_bytes(indexer: Any, q: torch.Tensor) -> int:
+    """Return the most memory that the selection of a layer takes in any step, in bytes."""
+    logits_bytes = seams.max_logits_bytes()
+    if not q.is_cuda:
+        return logits_bytes
+    scheduler, drafting = indexer.config.scheduler_config, indexer.config.speculative_config
+    drafts = 0 if drafting is None else drafting.num_speculative_tokens
+    limits = selection.Limits(
+        max_model_len=indexer.max_model_len,
+        decode_tokens=scheduler.max_num_seqs * (1 + drafts),
+        prefill_tokens=scheduler.max_num_batched_tokens,
+        logits_bytes=logits_bytes,
+    )
+    return selection.workspace_bytes(q, indexer.topk_tokens, limits)
 
 
 def ranks_of(indexer: Any) -> selection.Ranks | None:

@@ -5,6 +5,7 @@ Nothing here imports vLLM.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,57 @@ from mlakit.integrations.steps import starts_of
 from mlakit.integrations.vllm import calls
 from mlakit.parallel.select import local_counts
 
+INDEX_PAGE = 64  # tokens of a block of index keys
+
 
 class Ranks(NamedTuple):
     """The ranks that share the keys of each request: this one's tokens, and the process group."""
 
     shard: KVShard
     group: Any
+
+
+class Limits(NamedTuple):
+    """The limits of any step of an engine."""
+
+    max_model_len: int
+    decode_tokens: int  # queries of requests that decode, drafts included
+    prefill_tokens: int
+    logits_bytes: int  # scores of a chunk of prefill
+
+
+def workspace_bytes(q: torch.Tensor, k: int, limits: Limits) -> int:
+    """Return the most memory that the selection of one layer takes in a step, in bytes.
+
+    q  [any, index_heads, D] on the GPU; k keys are selected of each query
+    """
+    from mlakit.kernels import launch
+    from mlakit.precompile.allocation import allocated_bytes
+
+    _, heads, width = q.shape
+
+    def select(tokens: int, columns: int) -> None:
+        pages = torch.empty(2, INDEX_PAGE, width + 4, dtype=torch.uint8, device="cpu")
+        ints = torch.empty(1 + -(-columns // INDEX_PAGE), dtype=torch.int32, device="cpu")
+        calls.select_tokens(
+            torch.empty(tokens, heads, width, dtype=q.dtype, device="cpu"),
+            torch.empty(tokens, heads, dtype=torch.float32, device="cpu"),
+            PagedLatentCache.wrap_index_keys(pages),
+            ints[1:].view(1, -1),
+            ints[:1],
+            ints[:2] if tokens > 1 else None,
+            columns,
+            torch.empty(tokens, k, dtype=torch.int32, device="cpu"),
+        )
+
+    shapes = {(limits.decode_tokens, limits.max_model_len)}
+    tokens = limits.prefill_tokens
+    while tokens:
+        columns = limits.logits_bytes // (4 * tokens)
+        shapes.add((tokens, max(min(columns, limits.max_model_len), 1)))
+        tokens //= 2
+    target = launch.target(q.device)
+    return max(allocated_bytes(partial(select, *shape), target) for shape in shapes)
 
 
 def select_step(
