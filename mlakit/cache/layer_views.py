@@ -50,37 +50,53 @@ class CacheTensors:
 
     codec: RowCodec
     payload: Tensor
-    scales: Tensor | None
+    beside: Tensor | None
     tensor_scale: float | Tensor
+
+    @property
+    def scales(self) -> Tensor | None:
+        """The scales of the rows, where the format has them in a tensor of their own."""
+        return None if self.codec.is_split else self.beside
+
+    @property
+    def rope(self) -> Tensor | None:
+        """The rotated columns, where the format has them in a tensor of their own."""
+        return self.beside if self.codec.is_split else None
 
     def __copy__(self: CacheTensorsT) -> CacheTensorsT:
         return replace(self)  # type: ignore[type-var]  # subclasses are dataclasses
 
     def __getstate__(self) -> dict[str, object]:
-        # scales in the payload's storage stay there: pickle alone would separate the two
-        within = None if self.scales is None else view_within(self.scales, self.payload)
+        # what is in the payload's storage stays there: pickle alone would separate the two
+        beside: Tensor | View | None = self.beside
+        if isinstance(beside, Tensor):
+            beside = view_within(beside, self.payload) or bits(beside)
         return {
             "codec": self.codec,
             "payload": bits(self.payload),  # bytes: pickle does not support e4m3
-            "scales": within or self.scales,
+            "beside": beside,
             "tensor_scale": self.tensor_scale,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        payload, scales = state["payload"], state["scales"]
+        payload, beside = state["payload"], state["beside"]
+        codec: RowCodec = state["codec"]
         if payload.dtype.itemsize == 1:
-            payload = payload.view(state["codec"].payload_dtype)
-        if isinstance(scales, View):
-            scales = scales.into(payload)
-        vars(self).update(state, payload=payload, scales=scales)
+            payload = payload.view(codec.payload_dtype)
+        if isinstance(beside, View):
+            beside = beside.into(payload)
+        elif beside is not None and codec.beside_dtype is not None:
+            beside = beside.view(codec.beside_dtype)
+        vars(self).update(state, payload=payload, beside=beside)
 
     def __repr__(self) -> str:
+        beside = "rope" if self.codec.is_split else "scales"
         return fields_repr(
             self,
             format=self.codec.name,
             row=self.codec.row,
             payload=self.payload,
-            scales=self.scales,
+            **{beside: self.beside},
             tensor_scale=self.tensor_scale,
         )
 
@@ -94,20 +110,20 @@ class LayerViews(Generic[LayerT]):
     Holds no reference to the pool or its tensors: views are dropped with the tensors.
     """
 
-    __slots__ = ("_codec", "_payload", "_scales", "_tensor_scale", "layers")
+    __slots__ = ("_beside", "_codec", "_payload", "_tensor_scale", "layers")
 
     def __init__(self, pool: CacheTensors) -> None:
         self.layers: dict[int, LayerT] = {}
         self._codec, self._tensor_scale = pool.codec, pool.tensor_scale
         self._payload = _identity(pool.payload, self.layers)
-        self._scales = None if pool.scales is None else _identity(pool.scales, self.layers)
+        self._beside = None if pool.beside is None else _identity(pool.beside, self.layers)
 
     def is_current(self, pool: CacheTensors) -> bool:
         """Return whether the tensors of `pool` are the same objects with the same memory.
 
         Written without a loop: every eager call of an op runs it.
         """
-        tensor, scales = pool.payload, self._scales
+        tensor, beside = pool.payload, self._beside
         # set_, resize_ and .data replace the memory of a tensor in place
         tensor_ref, address, shape, stride, dtype = self._payload
         if (
@@ -121,9 +137,9 @@ class LayerViews(Generic[LayerT]):
             or pool.codec is not self._codec
         ):
             return False
-        if scales is None or pool.scales is None:
-            return scales is None and pool.scales is None
-        tensor, (tensor_ref, address, shape, stride, dtype) = pool.scales, scales
+        if beside is None or pool.beside is None:
+            return beside is None and pool.beside is None
+        tensor, (tensor_ref, address, shape, stride, dtype) = pool.beside, beside
         return (
             tensor_ref() is tensor
             and tensor.data_ptr() == address
@@ -147,7 +163,7 @@ def can_cache_views(pool: CacheTensors) -> bool:
     try:
         return all(
             type(tensor) in PLAIN and not tensor.requires_grad and tensor.data_ptr() >= 0
-            for tensor in (pool.payload, pool.scales)
+            for tensor in (pool.payload, pool.beside)
             if tensor is not None
         )
     except RuntimeError:  # data_ptr of a tensor without memory

@@ -1,7 +1,7 @@
 """Memory layouts of cache tensors: those of other engines, and of new pools.
 
 Every layout is viewed without a copy as payload [layers, pages, page_size, payload_elements] and,
-if the format has them, scales [layers, pages, page_size, scale_elements].
+if the format has them, scales [layers, pages, page_size, beside_elements].
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def footer_views(storage: Tensor, codec: RowCodec, page_size: int) -> tuple[Tens
     layers, pages, _ = storage.shape
     page_strides = storage.stride()[:2]
     start = storage.storage_offset()
-    row_bytes, scale_bytes = codec.payload_elements, codec.scale_elements
+    row_bytes, scale_bytes = codec.payload_elements, codec.beside_elements
     payload = storage.as_strided(
         (layers, pages, page_size, row_bytes), (*page_strides, row_bytes, 1), start
     )
@@ -171,14 +171,14 @@ def new_tensors(
     codec: RowCodec,
     rows: Sequence[int],
     *,
-    scale_rows: Sequence[int] | None = None,
+    beside_rows: Sequence[int] | None = None,
     device: torch.device | str,
     make: Callable[..., Tensor] = torch.zeros,
 ) -> tuple[Tensor, Tensor | None]:
-    """Contiguous payload and scales of a new pool: the layout that every kernel takes.
+    """Contiguous payload of a new pool and what is beside it: the layout that every kernel takes.
 
-    rows        (layers, pages, page_size)
-    scale_rows  (layers, pages, page_size) of the scales, if they have their own pages
+    rows         (layers, pages, page_size)
+    beside_rows  (layers, pages, page_size) of the scales, if they have their own pages
     """
     if isinstance(codec, PageFooterCodec):
         layers, pages, page_size = rows
@@ -188,7 +188,7 @@ def new_tensors(
         )
         return footer_views(storage, codec, page_size)
     payload = make(*rows, codec.payload_elements, dtype=codec.payload_dtype, device=device)
-    if codec.scale_dtype is None:
+    if codec.beside_dtype is None:
         return payload, None
-    scales_shape = (*(scale_rows or rows), codec.scale_elements)
-    return payload, make(*scales_shape, dtype=codec.scale_dtype, device=device)
+    shape = (*(beside_rows or rows), codec.beside_elements)
+    return payload, make(*shape, dtype=codec.beside_dtype, device=device)

@@ -36,13 +36,16 @@ from mlakit.cache.slot_checks import (
     check_slots,
     check_slots_unique,
 )
+from mlakit.cache.split_views import split_views
 from mlakit.dispatch.checks import FLOATS, Dims, refuse_gradient, refuse_tangent, values_visible
 from mlakit.formats import (
     Format,
     PageFooterCodec,
     RowCodec,
+    format_of_dtype,
     known_format,
     row_codec,
+    split_format,
 )
 from mlakit.model.geometry import MLAGeometry, RowShape
 
@@ -56,7 +59,7 @@ class CacheLayer(CacheTensors):
 
     codec: RowCodec
     payload: Tensor  # [num_pages, page_size, codec.payload_elements]
-    scales: Tensor | None  # [num_pages, page_size, codec.scale_elements]
+    beside: Tensor | None  # [num_pages, page_size, codec.beside_elements]
     tensor_scale: float | Tensor = 1.0
 
     @property
@@ -67,8 +70,8 @@ class CacheLayer(CacheTensors):
     @property
     def as_pool(self) -> PagedLatentCache:
         """A pool with this layer only, in the same memory."""
-        scales = None if self.scales is None else self.scales[None]
-        return PagedLatentCache(self.codec, self.payload[None], scales, self.tensor_scale)
+        beside = None if self.beside is None else self.beside[None]
+        return PagedLatentCache(self.codec, self.payload[None], beside, self.tensor_scale)
 
     @property
     def num_slots(self) -> int:
@@ -78,8 +81,9 @@ class CacheLayer(CacheTensors):
     def check_writable(self, dims: Dims, arg: str = "cache") -> None:
         """Require that no two rows share memory, as in a pool wrapped from an expanded tensor."""
         dims.not_overlapping(f"the payload of {arg}", self.payload)
-        if self.scales is not None:
-            dims.not_overlapping(f"the scales of {arg}", self.scales)
+        if self.beside is not None:
+            name = "rope columns" if self.codec.is_split else "scales"
+            dims.not_overlapping(f"the {name} of {arg}", self.beside)
 
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows [..., width] at int32 or int64 `slots` [...], dequantised.
@@ -108,8 +112,10 @@ class CacheLayer(CacheTensors):
              multiples of it, and the payload is contiguous if it is not 1
         """
         payload = _take_rows(bits(self.payload), slots, run).view(self.payload.dtype)
-        scales = None if self.scales is None else _take_rows(self.scales, slots, run)
-        return self.codec.decode(payload, scales, tensor_scale=self.tensor_scale, dtype=dtype)
+        beside = None
+        if self.beside is not None:
+            beside = _take_rows(bits(self.beside), slots, run).view(self.beside.dtype)
+        return self.codec.decode(payload, beside, tensor_scale=self.tensor_scale, dtype=dtype)
 
     def read_tokens(self, page_table: PageTable, request: int, first: int, last: int) -> Tensor:
         """Rows [last − first, width] float32 of tokens [first, last) of one request, dequantised.
@@ -127,8 +133,8 @@ class CacheLayer(CacheTensors):
                 return pool[int(pages), offset : offset + last - first]
             return _gather_pages(pool, pages)[offset : offset + last - first]
 
-        scales = None if self.scales is None else tokens(self.scales)
-        return self.codec.decode(tokens(self.payload), scales, tensor_scale=self.tensor_scale)
+        beside = None if self.beside is None else tokens(self.beside)
+        return self.codec.decode(tokens(self.payload), beside, tensor_scale=self.tensor_scale)
 
     def write(self, slots: Tensor, rows: Tensor, *, power_of_two_scales: bool = False) -> None:
         """Quantise `rows` [..., width] into int32 or int64 `slots` [...], one row per slot.
@@ -171,22 +177,22 @@ class CacheLayer(CacheTensors):
         index = torch.arange(len(slots), device=slots.device)
         # a skipped entry repeats another write: the same bytes to the same slot
         index = torch.where(inside, index, inside.int().argmax())
-        payload, scales = self._encoded(rows[index], power_of_two)
+        payload, beside = self._encoded(rows[index], power_of_two)
         # if all are skipped, row 0 is overwritten with its own bytes
         any_inside = inside.any()
         payload = torch.where(any_inside, as_integers(payload), as_integers(self.payload)[0, 0])
-        if self.scales is not None and scales is not None:
-            scales = torch.where(any_inside, as_integers(scales), as_integers(self.scales)[0, 0])
-        self._store(torch.where(any_inside, slots[index], 0), payload, scales)
+        if self.beside is not None and beside is not None:
+            beside = torch.where(any_inside, as_integers(beside), as_integers(self.beside)[0, 0])
+        self._store(torch.where(any_inside, slots[index], 0), payload, beside)
 
     def _encoded(self, rows: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor | None]:
         return self.codec.encode(rows, tensor_scale=self.tensor_scale, power_of_two=power_of_two)
 
-    def _store(self, slots: Tensor, payload: Tensor, scales: Tensor | None) -> None:
+    def _store(self, slots: Tensor, payload: Tensor, beside: Tensor | None) -> None:
         page, offset = slots // self.page_size, slots % self.page_size
         as_integers(self.payload)[page, offset] = as_integers(payload)
-        if self.scales is not None and scales is not None:
-            as_integers(self.scales)[page, offset] = as_integers(scales)
+        if self.beside is not None and beside is not None:
+            as_integers(self.beside)[page, offset] = as_integers(beside)
 
 
 def _gather_pages(pool: Tensor, pages: Tensor) -> Tensor:
@@ -212,7 +218,7 @@ class PagedLatentCache(CacheTensors):
 
     codec: RowCodec
     payload: Tensor  # [num_layers, num_pages, page_size, codec.payload_elements], any strides
-    scales: Tensor | None  # [num_layers, num_pages, page_size, codec.scale_elements]
+    beside: Tensor | None  # [num_layers, num_pages, page_size, codec.beside_elements]
     tensor_scale: float | Tensor = 1.0  # format "fp8": stored value = value / tensor_scale
 
     @property
@@ -280,19 +286,19 @@ class PagedLatentCache(CacheTensors):
     def _detached_view_of(self, index: int) -> CacheLayer | None:
         """A view of the pool's memory that holds no reference to its tensors."""
         payload = self.payload[index].detach()
-        scales = None if self.scales is None else self.scales[index].detach()
+        beside = None if self.beside is None else self.beside[index].detach()
         if type(payload) is not Tensor:  # a dispatch mode returned a subclass
             return None
-        return CacheLayer(self.codec, payload, scales, self.tensor_scale)
+        return CacheLayer(self.codec, payload, beside, self.tensor_scale)
 
     def _view_of(self, index: int) -> CacheLayer:
-        scales = None if self.scales is None else self.scales[index]
-        return CacheLayer(self.codec, self.payload[index], scales, self.tensor_scale)
+        beside = None if self.beside is None else self.beside[index]
+        return CacheLayer(self.codec, self.payload[index], beside, self.tensor_scale)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and their scales, without padding between or after pages."""
-        return self.payload.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return self.payload.nbytes + (0 if self.beside is None else self.beside.nbytes)
 
     def to(
         self, device: torch.device | str | int, *, non_blocking: bool = False
@@ -326,19 +332,19 @@ class PagedLatentCache(CacheTensors):
         total = dims.integer("num_pages", num_pages, 1)
         must = f"not be below the {self.num_pages} pages of the pool"
         dims.require(total >= self.num_pages, "num_pages", must, total)
-        if self.scales is not None:
-            own, needed = tuple(self.scales.shape[1:3]), (self.num_pages, self.page_size)
+        if self.beside is not None:
+            own, needed = tuple(self.beside.shape[1:3]), (self.num_pages, self.page_size)
             dims.require(own == needed, "scales", f"have pages like the rows, {needed}", own)
         rows = (self.num_layers, total, self.page_size)
-        payload, scales = new_tensors(self.codec, rows, device=self.device)
-        for copied, pool in ((payload, self.payload), (scales, self.scales)):
+        payload, beside = new_tensors(self.codec, rows, device=self.device)
+        for copied, pool in ((payload, self.payload), (beside, self.beside)):
             if copied is not None and pool is not None:
                 bits(copied)[:, : self.num_pages].copy_(bits(pool))
-        return PagedLatentCache(self.codec, payload, scales, self.tensor_scale)
+        return PagedLatentCache(self.codec, payload, beside, self.tensor_scale)
 
     def zero_(self) -> PagedLatentCache:
         """Set all rows and their scales to zero, as in a new pool; `tensor_scale` is kept."""
-        for pool in (self.payload, self.scales):
+        for pool in (self.payload, self.beside):
             if pool is not None:
                 bits(pool).zero_()
         return self
@@ -346,17 +352,17 @@ class PagedLatentCache(CacheTensors):
     def _copied(
         self, device: torch.device, tensor_scale: float | Tensor, non_blocking: bool = False
     ) -> PagedLatentCache:
-        payload, scales = new_tensors(
+        payload, beside = new_tensors(
             self.codec,
             self.payload.shape[:3],
-            scale_rows=None if self.scales is None else self.scales.shape[:3],
+            beside_rows=None if self.beside is None else self.beside.shape[:3],
             device=device,
             make=torch.empty,
         )
-        for copied, pool in ((payload, self.payload), (scales, self.scales)):
+        for copied, pool in ((payload, self.payload), (beside, self.beside)):
             if copied is not None and pool is not None:
                 bits(copied).copy_(bits(pool), non_blocking=non_blocking)
-        return PagedLatentCache(self.codec, payload, scales, tensor_scale)
+        return PagedLatentCache(self.codec, payload, beside, tensor_scale)
 
     def copy_pages(self, copies: Iterable[PageCopy | tuple[int, int]]) -> None:
         """Copy whole pages in every layer, for copy on write of shared pages.
@@ -386,7 +392,7 @@ class PagedLatentCache(CacheTensors):
         source, target = (
             from_host(pages, torch.int64, self.device) for pages in (sources, targets)
         )
-        for pool in (self.payload, self.scales):
+        for pool in (self.payload, self.beside):
             if pool is not None:
                 bits(pool)[:, target] = bits(pool)[:, source]
 
@@ -443,6 +449,8 @@ class PagedLatentCache(CacheTensors):
         row = _row_shape(dims, geometry)
         named = infer_format(dims, blocks, row) if format is None else known_format(format)
         codec = row_codec(named, row)
+        joined = "name rows in one tensor (wrap_split takes two)"
+        dims.require(not codec.is_split, "format", joined, named)
         tensor_scale = _checked_tensor_scale(dims, codec, tensor_scale)
         nominal = four_axes(dims, "blocks", view_as_payload(dims, blocks, codec))
         check_rows(dims, blocks, nominal, codec)
@@ -450,15 +458,38 @@ class PagedLatentCache(CacheTensors):
         if isinstance(codec, PageFooterCodec):
             refuse_scales(dims, codec, scales)
             return cls(codec, *wrap_footer_pages(dims, nominal, codec), tensor_scale)
-        if codec.scale_dtype is None:
+        if codec.beside_dtype is None:
             refuse_scales(dims, codec, scales)
             return cls(codec, nominal, None, tensor_scale)
         dims.require(scales is not None, "scales", f"be given for format {codec.name}", None)
         side = four_axes(dims, "scales", dims.tensor("scales", scales))
-        dims.bind("scale", codec.scale_elements, f"the scales of format {codec.name}")
+        dims.bind("scale", codec.beside_elements, f"the scales of format {codec.name}")
         axes = ("layers", "pages", "page_size", "scale")
-        dims.match("scales", side, *axes, dtypes=[codec.scale_dtype])
+        dims.match("scales", side, *axes, dtypes=[codec.beside_dtype])
         return cls(codec, nominal, side, tensor_scale)
+
+    @classmethod
+    def wrap_split(
+        cls, ckv: Tensor, kpe: Tensor, *, tensor_scale: float | Tensor = 1.0
+    ) -> PagedLatentCache:
+        """View latent and rotated columns that an engine has in two tensors as a pool.
+
+        ckv           [pages, page_size, D_C] bf16, fp16, fp32 or e4m3 (also as bytes)
+        kpe           [pages, page_size, D_R] of the same dtype, on the same device
+        tensor_scale  of both, where they are e4m3
+
+        Nothing is copied. Each tensor has strides of its own, with a contiguous last axis, and they
+        share no element. The format of the pool is `bf16_split`, `fp16_split`, `fp32_split` or
+        `fp8_split`; where both are views of the columns of joined rows, or D_R is 0, it is that of
+        the joined rows.
+        """
+        dims = Dims("PagedLatentCache.wrap_split")
+        payload, beside = split_views(dims, ckv, kpe)
+        row = RowShape(ckv.shape[2], kpe.shape[2])
+        name = format_of_dtype(payload.dtype)
+        codec = row_codec(name if beside is None else split_format(name), row)
+        tensor_scale = _checked_tensor_scale(dims, codec, tensor_scale)
+        return cls(codec, payload[None], None if beside is None else beside[None], tensor_scale)
 
     @classmethod
     def wrap_index_keys(cls, blocks: Tensor) -> PagedLatentCache:

@@ -9,6 +9,7 @@ from mlakit.formats.rows import (
     SCALE_BLOCK,
     SMALLEST_SCALE,
     SMALLEST_TOKEN_SCALE,
+    SPLIT_FORMATS,
     BlockScaleCodec,
     Format,
     GeneralFormat,
@@ -17,6 +18,7 @@ from mlakit.formats.rows import (
     PageFooterCodec,
     PlainCodec,
     RowCodec,
+    SplitFormat,
     TensorScaleCodec,
     TokenScaleCodec,
     format_of_dtype,
@@ -24,6 +26,7 @@ from mlakit.formats.rows import (
     round_up_power_of_two,
     row_codec,
     saturating_cast,
+    split_format,
 )
 from mlakit.formats.traits import FormatTraits
 
@@ -36,6 +39,7 @@ __all__ = [
     "SCALE_BLOCK",
     "SMALLEST_SCALE",
     "SMALLEST_TOKEN_SCALE",
+    "SPLIT_FORMATS",
     "BlockScaleCodec",
     "Format",
     "FormatTraits",
@@ -45,6 +49,7 @@ __all__ = [
     "PageFooterCodec",
     "PlainCodec",
     "RowCodec",
+    "SplitFormat",
     "TensorScaleCodec",
     "TokenScaleCodec",
     "format_of_dtype",
@@ -52,4 +57,5 @@ __all__ = [
     "round_up_power_of_two",
     "row_codec",
     "saturating_cast",
+    "split_format",
 ]

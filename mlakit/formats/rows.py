@@ -17,6 +17,9 @@ and for 448 + 64 in `fp8_block64`:
 
 The last four are `GROUP_FORMATS`: rows of caches that come from MAX.
 
+`SPLIT_FORMATS` (bf16_split, fp16_split, fp32_split, fp8_split) have the bytes of the format that
+they are named after in two tensors: the latent columns, and beside them the rotated columns.
+
 Dequantisation multiplies by the scale: value = stored · scale. Scales are float32 and are never
 rounded to a 16-bit type. `power_of_two=True` makes the encoder choose powers of two; `fp8_block64`,
 which stores exponents, always does. Scales and bf16 columns in byte rows are little endian.
@@ -30,7 +33,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal, get_args
@@ -46,7 +49,8 @@ from mlakit.model.geometry import RowShape
 
 GeneralFormat = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp8_block64"]
 GroupFormat = Literal["fp8_row", "fp8_group32", "fp8_group64", "fp8_group128"]
-Format = Literal[GeneralFormat, GroupFormat]
+SplitFormat = Literal["bf16_split", "fp16_split", "fp32_split", "fp8_split"]
+Format = Literal[GeneralFormat, GroupFormat, SplitFormat]
 """The values of the argument `format`."""
 FORMATS: tuple[Format, ...] = get_args(GeneralFormat)
 """The formats that every op takes."""
@@ -61,6 +65,8 @@ ENGINE_NAMES: dict[str, Format] = {
     "fp8_ds_mla": "fp8_block128",
 }
 """vLLM's and torch's names of formats, which every argument `format` takes, too."""
+SPLIT_FORMATS: tuple[Format, ...] = get_args(SplitFormat)
+"""Latent columns in one tensor and rotated columns in another, as FlashInfer's caches have them."""
 
 E4M3_MAX = 448.0
 SCALE_BLOCK = 128
@@ -144,7 +150,8 @@ class RowCodec(ABC):
 
     traits                            what kernels read of the format
     payload_dtype, payload_elements   the stored row
-    scale_dtype, scale_elements       separate scales of one row; None and 0 if there are none
+    beside_dtype, beside_elements     stored beside it: the scales of a row, or its rotated columns;
+                                      None and 0 if there is nothing
     """
 
     name: Format
@@ -152,13 +159,18 @@ class RowCodec(ABC):
     traits: FormatTraits
     payload_dtype: torch.dtype
     payload_elements: int
-    scale_dtype: torch.dtype | None = None
-    scale_elements: int = 0
+    beside_dtype: torch.dtype | None = None
+    beside_elements: int = 0
 
     @property
     def has_tensor_scale(self) -> bool:
         """Whether the whole tensor has one scale, an argument of `encode` and `decode`."""
         return self.traits.SCALED_BY == "tensor"
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the rotated columns are beside the row."""
+        return self.traits.ROPE_AT < 0
 
     @property
     def scale_group(self) -> int:
@@ -167,14 +179,12 @@ class RowCodec(ABC):
 
     @property
     def bytes_per_token(self) -> int:
-        """Payload and separate scales of one token."""
-        scale_bytes = self.scale_dtype.itemsize if self.scale_dtype else 0
-        return (
-            self.payload_elements * self.payload_dtype.itemsize + self.scale_elements * scale_bytes
-        )
+        """Payload of one token, and what is beside it."""
+        itemsize = self.beside_dtype.itemsize if self.beside_dtype else 0
+        return self.payload_elements * self.payload_dtype.itemsize + self.beside_elements * itemsize
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes that a new pool allocates per page and layer: rows, separate scales, padding."""
+        """Bytes that a new pool allocates per page and layer, with all padding."""
         if page_size < 1:
             raise ValueError(
                 f"{self.name} page_bytes: page_size must be at least 1, got {page_size}"
@@ -185,13 +195,13 @@ class RowCodec(ABC):
     def encode(
         self, rows: Tensor, *, tensor_scale: float | Tensor = 1.0, power_of_two: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Encode rows: x -> (payload, scales) with payload · scale ≈ x, computed in float32.
+        """Encode rows: x -> (payload, beside) with payload · scale ≈ x, computed in float32.
 
         rows          [..., row.width] any float dtype
         tensor_scale  the scale of the whole tensor, rounded to float32 (`has_tensor_scale` only)
         power_of_two  round the computed scales up to powers of two
-        Returns payload [..., payload_elements] and scales [..., scale_elements] or None. Formats
-        without scales may return `rows` itself.
+        Returns payload [..., payload_elements] and beside [..., beside_elements] or None. Formats
+        without scales may return `rows` itself, or views of it.
         """
         dims = Dims(f"{self.name} encode")
         dims.tensor("rows", rows)
@@ -200,13 +210,14 @@ class RowCodec(ABC):
             raise TypeError(f"{dims.op}: rows must be of a floating-point dtype, got {got}")
         _last_axis(dims, "rows", rows, self.row.width)
         scale = self._tensor_scale(dims, tensor_scale, rows.device)
-        return self._encode(rows.detach(), scale, power_of_two)
+        payload, beside = self._encode(rows.detach(), scale, power_of_two)
+        return _split_columns(self.row, payload) if self.is_split else (payload, beside)
 
     @without_autocast
     def decode(
         self,
         payload: Tensor,
-        scales: Tensor | None,
+        beside: Tensor | None,
         *,
         tensor_scale: float | Tensor = 1.0,
         dtype: torch.dtype = torch.float32,
@@ -214,7 +225,8 @@ class RowCodec(ABC):
         """Decode rows: payload · scale in float32, rounded to `dtype`.
 
         payload  [..., payload_elements] payload_dtype, any strides
-        scales   [..., scale_elements] scale_dtype; None if the format has no separate scales
+        beside   [..., beside_elements] beside_dtype, scales or rotated columns; None if the format
+                 has nothing beside its rows
         With dtype=float64 the product is exact. Returns rows [..., row.width]; formats without
         scales may return `payload` itself.
         """
@@ -222,10 +234,12 @@ class RowCodec(ABC):
         dims.tensor("payload", payload)
         dims.dtype("payload", payload, self.payload_dtype)
         _last_axis(dims, "payload", payload, self.payload_elements)
-        self._check_scales(dims, payload, scales)
+        self._check_beside(dims, payload, beside)
         scale = self._tensor_scale(dims, tensor_scale, payload.device)
+        if self.is_split and beside is not None:
+            payload, beside = _join_columns(payload, beside), None
         compute = torch.float64 if dtype == torch.float64 else torch.float32
-        return self._decode(payload, scale if scales is None else scales, compute).to(dtype)
+        return self._decode(payload, scale if beside is None else beside, compute).to(dtype)
 
     @abstractmethod
     def _encode(
@@ -250,16 +264,17 @@ class RowCodec(ABC):
             return scale.detach().to(device, torch.float32).reshape(())
         return torch.full((), scale, dtype=torch.float32, device=device)
 
-    def _check_scales(self, dims: Dims, payload: Tensor, scales: Tensor | None) -> None:
-        if self.scale_dtype is None:
-            if scales is not None:
-                dims.fail("scales", "be None (the format has no separate scales)", "a tensor")
+    def _check_beside(self, dims: Dims, payload: Tensor, beside: Tensor | None) -> None:
+        name = "rope" if self.is_split else "scales"
+        if self.beside_dtype is None:
+            if beside is not None:
+                dims.fail(name, "be None (the format has no separate scales)", "a tensor")
             return
-        scales = dims.tensor("scales", scales)
-        dims.dtype("scales", scales, self.scale_dtype)
-        expected = (*payload.shape[:-1], self.scale_elements)
-        if scales.shape != expected:
-            dims.fail("scales", f"have shape {expected}", tuple(scales.shape))
+        beside = dims.tensor(name, beside)
+        dims.dtype(name, beside, self.beside_dtype)
+        expected = (*payload.shape[:-1], self.beside_elements)
+        if beside.shape != expected:
+            dims.fail(name, f"have shape {expected}", tuple(beside.shape))
 
 
 def _last_axis(dims: Dims, arg: str, tensor: Tensor, size: int) -> None:
@@ -404,6 +419,14 @@ def _split_columns(row: RowShape, rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[..., : row.kv_lora_rank], rows[..., row.kv_lora_rank :]
 
 
+def _join_columns(latent: Tensor, rope: Tensor) -> Tensor:
+    """Return rows [latent | rope] of either dtype, copied as bytes where torch has no other way."""
+    if latent.dtype != E4M3:
+        return torch.cat([latent, rope], -1)
+    parts = [part.view(torch.uint8) for part in (latent, rope)]
+    return torch.cat(parts, -1).view(E4M3)
+
+
 def _require_aligned(name: str, row: RowShape) -> None:
     if row.kv_lora_rank % 4:
         raise ValueError(
@@ -503,6 +526,29 @@ def _group_scaled(group: int) -> Callable[[Format, RowShape], RowCodec]:
     return build
 
 
+def _split(build: Callable[[Format, RowShape], RowCodec]) -> Callable[[Format, RowShape], RowCodec]:
+    """Return a builder of the same rows in two tensors."""
+
+    def build_split(name: Format, row: RowShape) -> RowCodec:
+        if row.qk_rope_head_dim == 0:
+            raise ValueError(f"{name}: qk_rope_head_dim must be at least 1, got 0")
+        if row.v_width > row.kv_lora_rank:
+            raise ValueError(
+                f"{name}: v_width must not exceed kv_lora_rank {row.kv_lora_rank}, "
+                f"got {row.v_width}"
+            )
+        joined = build(name, row)
+        return replace(
+            joined,
+            traits=joined.traits._replace(ROPE_AT=-1),
+            payload_elements=row.kv_lora_rank,
+            beside_dtype=joined.payload_dtype,
+            beside_elements=row.qk_rope_head_dim,
+        )
+
+    return build_split
+
+
 _BUILDERS: dict[Format, Callable[[Format, RowShape], RowCodec]] = {
     "bf16": _plain(torch.bfloat16),
     "fp16": _plain(torch.float16),
@@ -515,6 +561,10 @@ _BUILDERS: dict[Format, Callable[[Format, RowShape], RowCodec]] = {
     "fp8_group32": _group_scaled(32),
     "fp8_group64": _group_scaled(64),
     "fp8_group128": _group_scaled(128),
+    "bf16_split": _split(_plain(torch.bfloat16)),
+    "fp16_split": _split(_plain(torch.float16)),
+    "fp32_split": _split(_plain(torch.float32)),
+    "fp8_split": _split(_tensor_scaled),
 }
 
 
@@ -536,6 +586,11 @@ def format_of_dtype(dtype: torch.dtype) -> Format:
         got = str(dtype).removeprefix("torch.")
         raise TypeError(f"format_of_dtype: dtype must be one of {known}, got {got}")
     return formats[dtype]
+
+
+def split_format(name: Format) -> Format:
+    """The format of the same rows in two tensors; ValueError for rows that have scales."""
+    return known_format(f"{name}_split")
 
 
 def known_format(name: object) -> Format:

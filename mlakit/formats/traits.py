@@ -12,7 +12,7 @@ class FormatTraits(NamedTuple):
     """
 
     IS_E4M3: bool  # latent columns are e4m3; else all columns are of one wider type
-    ROPE_AT: int  # the byte of a row where its rotated columns begin
+    ROPE_AT: int  # the byte of a row where its rotated columns begin; −1: they are beside the rows
     IS_BF16_ROPE: bool = False  # rotated columns are bfloat16; else they are as the latent ones
     SCALED_BY: str = ""  # what has one scale: "tensor", "row" or a "group" of latent columns
     GROUP: int = 0  # columns of a row that share a scale; 0 where rows have no scales

@@ -93,7 +93,7 @@ _LOCK = Lock()
 
 def _flatten(layer: CacheLayer) -> tuple[int, list[Tensor]]:
     """Return a layer's kind and tensors; kept with the layer, so that no pool is kept alive."""
-    tensors, rest = split((layer.payload, layer.scales, layer.tensor_scale))
+    tensors, rest = split((layer.payload, layer.beside, layer.tensor_scale))
     kind = _layer_kind((layer.codec.name, layer.codec.row, *rest))
     vars(layer)["_flat"] = flat = kind, tensors
     return flat

@@ -165,7 +165,7 @@ def _substitute(value: Any, tensors: Mapping[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return tensors[id(value)]
     if isinstance(value, CacheLayer):
-        names = ("payload", "scales", "tensor_scale")
+        names = ("payload", "beside", "tensor_scale")
         parts = {name: _substitute(getattr(value, name), tensors) for name in names}
         return replace(value, **parts)
     if isinstance(value, (tuple, list)):

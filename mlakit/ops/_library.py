@@ -55,7 +55,7 @@ _LIBRARY = torch.library.Library("mlakit", "DEF")
 class Packing:
     """The conversion of one type of argument to tensors, numbers and strings, and back."""
 
-    schema: tuple[str, ...]  # "Tensor? {}_scales": a type, and a name made from the argument's
+    schema: tuple[str, ...]  # "Tensor? {}_beside": a type, and a name made from the argument's
     pack: Callable[[Any], Sequence[Any]]
     unpack: Callable[..., Any]
 
@@ -70,12 +70,12 @@ def _pack_layer(layer: CacheLayer | None) -> Sequence[Any]:
     row, scale = layer.codec.row, layer.tensor_scale
     number, tensor = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     widths = (row.kv_lora_rank, row.qk_rope_head_dim, row.v_width)
-    return (layer.payload, layer.scales, number, tensor, layer.codec.name, *widths)
+    return (layer.payload, layer.beside, number, tensor, layer.codec.name, *widths)
 
 
 def _unpack_layer(
     payload: Tensor | None,
-    scales: Tensor | None,
+    beside: Tensor | None,
     number: float,
     tensor: Tensor | None,
     format: str,
@@ -86,13 +86,13 @@ def _unpack_layer(
     if payload is None:
         return None
     codec = row_codec(format, RowShape(kv_lora_rank, qk_rope_head_dim, v_width))
-    return CacheLayer(codec, payload, scales, number if tensor is None else tensor)
+    return CacheLayer(codec, payload, beside, number if tensor is None else tensor)
 
 
-def _layer_packing(payload: str, scales: str) -> Packing:
+def _layer_packing(payload: str, beside: str) -> Packing:
     schema = (
         payload + " {}",
-        scales + " {}_scales",
+        beside + " {}_beside",
         "float {}_tensor_scale",
         "Tensor? {}_tensor_scale_on_device",
         "str {}_format",
@@ -274,7 +274,7 @@ class Op:
         written = [result for result in results if result is not None]
         for at in self._written:
             layer = arguments[at]
-            written += [each for each in (layer.payload, layer.scales) if each is not None]
+            written += [each for each in (layer.payload, layer.beside) if each is not None]
         increment_version([each for each in written if not each.is_inference()])
 
     def _refuse_grad(self, arguments: Any, results: Sequence[Tensor | None]) -> None:

@@ -87,7 +87,7 @@ def requires_grad(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, CacheLayer):
-        return any(map(requires_grad, (value.payload, value.scales, value.tensor_scale)))
+        return any(map(requires_grad, (value.payload, value.beside, value.tensor_scale)))
     return isinstance(value, list) and any(map(requires_grad, value))
 
 
@@ -102,6 +102,7 @@ def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         return [(f"{name}[{i}]", each) for i, each in enumerate(value)]
     if isinstance(value, CacheLayer):
-        parts = ("payload", "scales", "tensor_scale")
-        return [(f"the {part} of {name}", getattr(value, part)) for part in parts]
+        beside = "rope columns" if value.codec.is_split else "scales"
+        parts = {"payload": value.payload, beside: value.beside, "tensor_scale": value.tensor_scale}
+        return [(f"the {part} of {name}", tensor) for part, tensor in parts.items()]
     return [(name, value)]

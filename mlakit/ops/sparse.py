@@ -157,6 +157,8 @@ def _sparse(
 def _uses(a: SparseArguments) -> Iterator[Use]:
     if a.extra is not None and a.extra.codec.name != a.layer.codec.name:
         yield Use.OTHER_EXTRA_FORMAT
+    if a.extra is not None and a.extra.codec.is_split:
+        yield Use.SPLIT_EXTRA
     layers = [a.layer] if a.extra is None else [a.layer, a.extra]
     if not all(_is_aligned(each.payload) for each in layers):
         yield Use.UNALIGNED_CACHE

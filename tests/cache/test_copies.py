@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
-from mlakit.formats import FORMATS, row_codec
+from mlakit.formats import FORMATS, SPLIT_FORMATS, row_codec
 from mlakit.model.geometry import RowShape
 from mlakit.tools.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.cache.cache_rows import V3, V4, as_bytes, random_rows
@@ -42,8 +42,8 @@ def wrapped(format: str) -> PagedLatentCache:
     columns = codec.payload_elements
     memory = poison(torch.empty(3, 1, 4, 5, 1, columns + 16, dtype=codec.payload_dtype))
     scales = None
-    if codec.scale_dtype is not None:
-        scales = poison(torch.empty(3, 1, 4, 5, 1, codec.scale_elements + 3))
+    if codec.beside_dtype is not None:
+        scales = poison(torch.empty(3, 1, 4, 5, 1, codec.beside_elements + 3))
         scales = scales[1:, :, 1:3, 1:4, :, :1]
     blocks = memory[1:, :, 1:3, 1:4, :, :columns]
     return fill(PagedLatentCache.wrap(blocks, codec.row, format=format, scales=scales))
@@ -58,6 +58,7 @@ def wrapped_footers() -> PagedLatentCache:
 
 POOLS = {
     **{format: lambda format=format: filled(format) for format in FORMATS},
+    **{format: lambda format=format: filled(format) for format in SPLIT_FORMATS},
     "bf16-padded": lambda: wrapped("bf16"),
     "fp8_token-padded": lambda: wrapped("fp8_token"),
     "fp8_block64-padded": wrapped_footers,
@@ -81,7 +82,7 @@ def assert_rows(pool: PagedLatentCache, expected: list[Tensor]) -> None:
 
 def memory_of(pool: PagedLatentCache) -> dict[str, Tensor]:
     """All bytes that the tensors of a pool lie in, those between rows too."""
-    tensors = {"payload": pool.payload, "scales": pool.scales}
+    tensors = {"payload": pool.payload, "beside": pool.beside}
     return {
         name: torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         for name, tensor in tensors.items()
@@ -102,7 +103,7 @@ def test_a_clone_has_the_rows_in_packed_memory_of_its_own(make):
         page_size=pool.page_size,
         num_layers=pool.num_layers,
     )
-    for name in ("payload", "scales"):
+    for name in ("payload", "beside"):
         got, want = getattr(again, name), getattr(like, name)
         if want is not None:
             assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
@@ -127,7 +128,7 @@ def test_the_footers_of_a_clone_follow_its_rows():
     assert not padding.any()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, *SPLIT_FORMATS])
 def test_a_grown_pool_keeps_its_rows_and_has_empty_pages(format):
     pool = filled(format)
     before = snapshot(payload=pool.payload)
@@ -189,7 +190,7 @@ def test_bytes_are_those_of_rows_and_scales(make):
 def test_zero_empties_rows_and_scales_and_nothing_else(make):
     pool = make()
     between = {name: memory.clone() for name, memory in memory_of(pool).items()}
-    views = {"payload": pool.payload, "scales": pool.scales}
+    views = {"payload": pool.payload, "beside": pool.beside}
     views = {name: view for name, view in views.items() if view is not None}
     assert pool.zero_() is pool
     for view in views.values():

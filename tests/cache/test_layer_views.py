@@ -103,7 +103,7 @@ def test_a_payload_with_other_strides_in_the_same_place_is_seen():
 
 
 def new_scales(pool: PagedLatentCache) -> None:
-    object.__setattr__(pool, "scales", 2 * pool.scales)
+    object.__setattr__(pool, "beside", 2 * pool.scales)
 
 
 def new_scales_in_place(pool: PagedLatentCache) -> None:
@@ -143,7 +143,7 @@ def test_a_replaced_payload_is_let_go(format):
     payload = weakref.ref(pool.payload)
     held = [weakref.ref(pool.layer(index)) for index in range(2)]
     object.__setattr__(pool, "payload", other.payload)
-    object.__setattr__(pool, "scales", other.scales)
+    object.__setattr__(pool, "beside", other.beside)
     gc.collect()
     assert payload() is None
     assert [layer() for layer in held] == [None, None]

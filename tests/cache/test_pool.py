@@ -27,11 +27,11 @@ def test_allocate_makes_an_empty_pool(format, device):
     assert pool.payload.shape == (2, 3, 5, codec.payload_elements)
     assert pool.payload.dtype == codec.payload_dtype
     assert not as_bytes(pool.payload).any()
-    if codec.scale_dtype is None:
+    if codec.beside_dtype is None:
         assert pool.scales is None
     else:
-        assert pool.scales.shape == (2, 3, 5, codec.scale_elements)
-        assert pool.scales.dtype == codec.scale_dtype
+        assert pool.scales.shape == (2, 3, 5, codec.beside_elements)
+        assert pool.scales.dtype == codec.beside_dtype
         assert not as_bytes(pool.scales).any()
     layer = pool.layer(1)
     assert (layer.page_size, layer.num_slots) == (5, 15)

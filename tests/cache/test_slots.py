@@ -34,7 +34,7 @@ def pool_of(format: str = "bf16", device: torch.device | str = "cpu") -> PagedLa
 
 
 def tensors_of(pool: PagedLatentCache | CacheLayer) -> dict[str, Tensor]:
-    tensors = {"payload": pool.payload, "scales": pool.scales}
+    tensors = {"payload": pool.payload, "beside": pool.beside}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

@@ -13,7 +13,15 @@ import mlakit
 from mlakit import ops
 from mlakit.dispatch import knobs, selection
 from mlakit.dispatch.names import BACKENDS, Backend, DecodeKernel
-from mlakit.formats import FORMATS, GROUP_FORMATS, Format, known_format, row_codec, rows
+from mlakit.formats import (
+    FORMATS,
+    GROUP_FORMATS,
+    SPLIT_FORMATS,
+    Format,
+    known_format,
+    row_codec,
+    rows,
+)
 from mlakit.model.geometry import ROPES, MLAGeometry, Rope, RowShape
 from mlakit.tools.workloads.case import Case
 
@@ -50,7 +58,7 @@ def test_the_types_have_the_names_that_are_registered():
     assert get_args(DecodeKernel) == tuple(
         spec.name for spec in selection.specs("mla_decode") if spec.kernel
     )
-    assert get_args(Format) == (*FORMATS, *GROUP_FORMATS) == tuple(rows._BUILDERS)
+    assert get_args(Format) == (*FORMATS, *GROUP_FORMATS, *SPLIT_FORMATS) == tuple(rows._BUILDERS)
     assert get_args(Rope) == ROPES
 
 

@@ -144,7 +144,9 @@ def test_the_format_table_gives_the_bytes_of_the_code():
     for names, columns, size, _ in table(PAGES["formats.md"], "format"):
         for name in names.split(", "):
             codec = row_codec(name, RowShape(*numbers(columns)))
-            beside = codec.scale_elements * (codec.scale_dtype.itemsize if codec.scale_dtype else 0)
+            beside = codec.beside_elements * (
+                codec.beside_dtype.itemsize if codec.beside_dtype else 0
+            )
             payload = codec.bytes_per_token - beside
             assert numbers(size) == ([payload, beside] if beside else [payload]), name
             found.append(name)

@@ -51,7 +51,7 @@ def group_of(name: str, row: RowShape) -> int:
 def test_sizes(name, row, scales):
     codec = row_codec(name, row)
     assert (codec.payload_dtype, codec.payload_elements) == (E4M3, row.width)
-    assert (codec.scale_dtype, codec.scale_elements) == (torch.float32, scales)
+    assert (codec.beside_dtype, codec.beside_elements) == (torch.float32, scales)
     assert codec.scale_group == group_of(name, row)
     assert codec.bytes_per_token == row.width + 4 * scales
 

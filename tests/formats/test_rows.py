@@ -64,7 +64,7 @@ from tests.formats.format_rows import (
 def test_sizes(name, row, payload, scales, bytes_per_token):
     codec = row_codec(name, row)
     assert (codec.payload_dtype, codec.payload_elements) == payload
-    assert (codec.scale_dtype, codec.scale_elements) == scales
+    assert (codec.beside_dtype, codec.beside_elements) == scales
     assert codec.bytes_per_token == bytes_per_token
     assert codec.has_tensor_scale == (name == "fp8")
     assert (codec.name, codec.row) == (name, row)
@@ -77,10 +77,10 @@ def test_encode_gives_what_the_sizes_say(name, row):
     payload, scales = codec.encode(random_rows(row, n=3))
     assert (payload.dtype, payload.shape) == (codec.payload_dtype, (3, codec.payload_elements))
     stored_bytes = payload.nbytes
-    if codec.scale_dtype is None:
+    if codec.beside_dtype is None:
         assert scales is None
     else:
-        assert (scales.dtype, scales.shape) == (codec.scale_dtype, (3, codec.scale_elements))
+        assert (scales.dtype, scales.shape) == (codec.beside_dtype, (3, codec.beside_elements))
         stored_bytes += scales.nbytes
     assert stored_bytes == 3 * codec.bytes_per_token
     decoded = codec.decode(payload, scales)

@@ -28,11 +28,11 @@ def test_rotated_columns_are_the_last_bytes_of_a_row(format, row):
 def test_scales_are_in_the_row_or_beside_it(format, row):
     codec = row_codec(format, row)
     traits = codec.traits
-    is_in_row, is_beside = traits.SCALES_AT >= 0, codec.scale_dtype is not None
+    is_in_row, is_beside = traits.SCALES_AT >= 0, codec.beside_dtype is not None
     assert (is_in_row or is_beside) == (traits.GROUP > 0) == (traits.SCALED_BY in ("row", "group"))
     assert not (is_in_row and is_beside)
     if is_beside:
-        assert codec.scale_dtype == (torch.uint8 if traits.HAS_E8M0_SCALES else torch.float32)
+        assert codec.beside_dtype == (torch.uint8 if traits.HAS_E8M0_SCALES else torch.float32)
 
 
 @EACH_ROW

@@ -58,7 +58,7 @@ class Server:
 
 
 def poisoned(cache: PagedLatentCache) -> PagedLatentCache:
-    for stored in (cache.payload, cache.scales):
+    for stored in (cache.payload, cache.beside):
         if stored is not None:
             poison(stored)
     return cache

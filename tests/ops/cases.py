@@ -125,7 +125,7 @@ def _reachable(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, PagedLatentCache):
-        parts = {"payload": value.payload, "scales": value.scales, "scale": value.tensor_scale}
+        parts = {"payload": value.payload, "beside": value.beside, "scale": value.tensor_scale}
         for part, tensor in parts.items():
             yield from _reachable(f"{name}.{part}", tensor)
     elif isinstance(value, (list, tuple)):

@@ -105,7 +105,7 @@ def test_the_fused_append_stores_the_same_rows(format, spec, device):
         epsilon=0.0,
         backend=spec.backend,
     )
-    for part in ("payload", "scales"):
+    for part in ("payload", "beside"):
         one, other = (getattr(pool, part) for pool in pools)
         if one is not None:
             assert_same_bits(part, one, other)

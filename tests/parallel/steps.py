@@ -84,12 +84,12 @@ def check_shard_rows(step: Step, batch: CachedBatch, shard: KVShard) -> None:
         owned = positions[shard.owner(positions) == shard.rank]
         source = request_slots(whole.page_table, PAGE_SIZE, request, 0, kv_len)[owned]
         target = request_slots(batch.page_table, PAGE_SIZE, request, 0, len(owned))
-        for part in ("payload", "scales"):
+        for part in ("payload", "beside"):
             rows, found = getattr(wanted, part), getattr(whole.cache, part)
             if rows is not None:
                 stored = found[LAYER, source // PAGE_SIZE, source % PAGE_SIZE]
                 rows[LAYER, target // PAGE_SIZE, target % PAGE_SIZE] = stored
-    for part in ("payload", "scales"):
+    for part in ("payload", "beside"):
         if getattr(wanted, part) is not None:
             assert_same_bits(part, getattr(batch.cache, part), getattr(wanted, part))
 

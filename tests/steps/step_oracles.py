@@ -252,7 +252,7 @@ class Step:
                 for b, ends in enumerate(zip(self.before, self.kv_lens, strict=True))
             ]
         )
-        for part in ("payload", "scales"):
+        for part in ("payload", "beside"):
             got, want = getattr(batch.cache, part), getattr(untouched.cache, part)
             if got is not None:
                 want[LAYER, written // PAGE_SIZE, written % PAGE_SIZE] = got[

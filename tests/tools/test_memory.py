@@ -51,7 +51,7 @@ def written(folder: Path, **changed: Any) -> str:
 
 def allocated_bytes(*pools: PagedLatentCache) -> int:
     """The memory behind the tensors, each storage once."""
-    tensors = [each for pool in pools for each in (pool.payload, pool.scales) if each is not None]
+    tensors = [each for pool in pools for each in (pool.payload, pool.beside) if each is not None]
     storages = [each.untyped_storage() for each in tensors]
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 

@@ -71,7 +71,7 @@ class KeyCache:
         target = torch.where(used, self.lookup_table, num_pages).long()
         copied = self.layer.scales.new_empty(num_pages + 1, *self.layer.scales.shape[1:])
         copied[target] = self.layer.scales[source]
-        layer = replace(self.layer, scales=copied[:num_pages])
+        layer = replace(self.layer, beside=copied[:num_pages])
         return replace(self, layer=layer, scales_lookup_table=None)
 
     def new_slots(self, row_offsets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

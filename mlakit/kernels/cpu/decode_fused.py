@@ -102,7 +102,7 @@ def _is_possible(a: DecodeArguments, member: _Member, dtype: torch.dtype) -> boo
 
 def _bytes_per_key(a: DecodeArguments, dtype: torch.dtype) -> int:
     """Return the bytes of a gathered key, dequantised if it is not stored as `dtype`."""
-    copies = 1 if a.layer.payload.dtype == dtype else 3
+    copies = 1 if a.layer.payload.dtype == dtype and a.layer.rope is None else 3
     return copies * dtype.itemsize * a.layer.codec.row.width
 
 
@@ -249,7 +249,7 @@ def _gathered(
     call_bytes = min(max(CALL_BYTES, torch.get_num_threads() * split_bytes), MAX_BLOCK)
     most = min(fit, max(1, call_bytes // split_bytes))
     parts = even_slices(len(slots), most)
-    if payload.dtype != dtype or not payload.is_contiguous():
+    if payload.dtype != dtype or not payload.is_contiguous() or a.layer.rope is not None:
         for some in parts:
             yield some, a.layer.read_unchecked(slots[some], dtype, run=run)[:, None]
         return

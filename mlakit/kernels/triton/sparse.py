@@ -144,7 +144,7 @@ def _row_lists(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> RowLists
 
 def _pages_adjoin(layer: CacheLayer) -> bool:
     """Return whether row `slot` is at slot · stride; the cache then has pages of one row."""
-    pools = [each for each in (layer.payload, layer.scales) if each is not None]
+    pools = [each for each in (layer.payload, layer.beside) if each is not None]
     return all(each.stride(0) == layer.page_size * each.stride(1) for each in pools)
 
 

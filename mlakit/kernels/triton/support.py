@@ -11,14 +11,18 @@ from dataclasses import replace
 
 from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import AMD, arch_name, is_amd
-from mlakit.dispatch.specs import KernelSpec, Problem
-from mlakit.formats import FORMATS, GROUP_FORMATS
+from mlakit.dispatch.specs import KernelSpec, Problem, Use
+from mlakit.formats import FORMATS, GROUP_FORMATS, SPLIT_FORMATS
 from mlakit.model.masks import INTERVAL_TRAITS
 
 OLDEST_ARCH = 80
 
 
 def _why_not(problem: Problem) -> str | None:
+    if problem.format in SPLIT_FORMATS:
+        return f"needs rows in one tensor, got {problem.format}"
+    if Use.SPLIT_EXTRA in problem.uses:
+        return Use.SPLIT_EXTRA.refusal
     if problem.device == "cuda":
         if is_amd(problem.arch):
             return None if problem.arch in AMD else _needs_amd(problem.arch)

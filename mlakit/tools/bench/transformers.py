@@ -372,7 +372,7 @@ def cache_bytes(cache: Any) -> int:
     pool = getattr(cache.layers[0], "pool", None)
     if pool is not None:
         tensors.append(pool.cache.payload)
-        tensors += [] if pool.cache.scales is None else [pool.cache.scales]
+        tensors += [] if pool.cache.beside is None else [pool.cache.beside]
     return sum(each.numel() * each.element_size() for each in tensors)
 
 

@@ -123,7 +123,7 @@ class Session:
             shape = (num_pages, PAGE_SIZE, g.index_head_dim + SCALE_BYTES)
             blocks = torch.empty(shape, dtype=torch.uint8, device=self.device)
             self.caches.append(PagedLatentCache.wrap_index_keys(blocks))
-        for pool in (each for cache in self.caches for each in (cache.payload, cache.scales)):
+        for pool in (each for cache in self.caches for each in (cache.payload, cache.beside)):
             if pool is not None:
                 poison(pool)
         self.pages = PageAllocator(num_pages, PAGE_SIZE)

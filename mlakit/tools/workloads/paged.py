@@ -37,11 +37,11 @@ class Pool:
     def write(self, slots: Tensor, rows: Tensor, *, power_of_two: bool = False) -> Tensor:
         """Store `rows` [n, width] at `slots` int64 [n]; returns what was stored, float64."""
         codec, scale = self.cache.codec, self.cache.tensor_scale
-        payload, scales = codec.encode(rows, tensor_scale=scale, power_of_two=power_of_two)
-        for stored, values in ((self.layer.payload, payload), (self.layer.scales, scales)):
+        payload, beside = codec.encode(rows, tensor_scale=scale, power_of_two=power_of_two)
+        for stored, values in ((self.layer.payload, payload), (self.layer.beside, beside)):
             if stored is not None and values is not None:
                 _bytes(stored)[self._place(slots)] = _bytes(values).to(stored.device)
-        return codec.decode(payload, scales, tensor_scale=scale, dtype=torch.float64)
+        return codec.decode(payload, beside, tensor_scale=scale, dtype=torch.float64)
 
     def row_scales(self, slots: Tensor) -> Tensor:
         """float64 [n]: the scale of each row."""
@@ -54,12 +54,12 @@ class Pool:
 
     def read(self, slots: Tensor) -> Tensor:
         """Rows [n, width] float32 on the CPU."""
-        payload, scales = (
+        payload, beside = (
             None if stored is None else _bytes(stored)[self._place(slots)].cpu().view(stored.dtype)
-            for stored in (self.layer.payload, self.layer.scales)
+            for stored in (self.layer.payload, self.layer.beside)
         )
         assert payload is not None
-        return self.cache.codec.decode(payload, scales, tensor_scale=self.cache.tensor_scale)
+        return self.cache.codec.decode(payload, beside, tensor_scale=self.cache.tensor_scale)
 
     def payload(self, slots: Tensor) -> Tensor:
         """Bytes of rows [n, bytes] on the CPU."""
@@ -67,15 +67,15 @@ class Pool:
 
     def allow(self, slots: Tensor) -> None:
         """Allow the op to write to these rows."""
-        for name, stored in ((self.name, self.layer.payload), (self._scales, self.layer.scales)):
+        for name, stored in ((self.name, self.layer.payload), (self._beside, self.layer.beside)):
             if stored is not None:
                 page, offset = self._place(slots)
                 self.inputs.allow(name, stored, (page.cpu(), offset.cpu()))
 
     @property
-    def _scales(self) -> str:
-        """The memory of the scales: the pages themselves for formats with a page footer."""
-        return self.name if isinstance(self.cache.codec, PageFooterCodec) else f"{self.name} scales"
+    def _beside(self) -> str:
+        """The memory beside the rows: the pages themselves for formats with a page footer."""
+        return self.name if isinstance(self.cache.codec, PageFooterCodec) else f"{self.name} beside"
 
     def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots = slots.to(self.inputs.device)
@@ -128,20 +128,29 @@ class PagedCase(Case):
         footer = isinstance(codec, PageFooterCodec)
         columns = codec.bytes_per_token if footer else codec.payload_elements
         blocks = _blocks(inputs, name, codec, shape, columns, codec.payload_dtype)
-        scales = None
-        if codec.scale_dtype is not None and not footer:
-            axes = (shape, codec.scale_elements, codec.scale_dtype)
-            scales = _blocks(inputs, f"{name} scales", codec, *axes)
+        beside = None
+        if codec.beside_dtype is not None and not footer:
+            axes = (shape, codec.beside_elements, codec.beside_dtype)
+            beside = _blocks(inputs, f"{name} beside", codec, *axes)
         scale: float | Tensor = self.tensor_scale if codec.has_tensor_scale else 1.0
         if codec.has_tensor_scale and self.tensor_scale_on_device:
             scale = inputs.place(
                 f"{name} tensor_scale",
                 torch.tensor([self.tensor_scale], dtype=torch.float32, device="cpu"),
             )
-        cache = PagedLatentCache.wrap(
-            blocks, self.row, format=codec.name, scales=scales, tensor_scale=scale
-        )
+        if codec.is_split:
+            cache = PagedLatentCache(codec, _layers_first(blocks), _layers_first(beside), scale)
+        else:
+            cache = PagedLatentCache.wrap(
+                blocks, self.row, format=codec.name, scales=beside, tensor_scale=scale
+            )
         return Pool(inputs, name, cache, self.num_layers - 1)
+
+
+def _layers_first(blocks: Tensor | None) -> Tensor:
+    """Blocks [pages, 1, layers, page_size, 1, columns] as `PagedLatentCache` has them."""
+    assert blocks is not None
+    return blocks[:, 0, :, :, 0].transpose(0, 1)
 
 
 def _blocks(

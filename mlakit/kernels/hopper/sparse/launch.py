@@ -203,7 +203,7 @@ def _scale_arguments(kernel: str, a: SparseArguments) -> ScaleArguments:
 
 def _page(layer: CacheLayer) -> int:
     """Return the rows of a page; 0 where all rows, and their scales, have one stride."""
-    tensors = [layer.payload] if layer.scales is None else [layer.payload, layer.scales]
+    tensors = [layer.payload] if layer.beside is None else [layer.payload, layer.beside]
     return 0 if all(_is_even(each) for each in tensors) else layer.page_size
 
 
