@@ -149,3 +149,24 @@ def test_sparse_decode_notices_a_wrong_result(name, monkeypatch, capsys):
     monkeypatch.setattr(mlakit, name, wrong)
     assert imported("sparse_decode").main([]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_cuda_graph(device, capsys):
+    out = printed("cuda_graph", capsys, "--device", str(device), "--steps", "30")
+    kind = "CUDA graphs" if device.type == "cuda" else "no graphs"
+    assert out.startswith("30 steps of up to 8 requests; batch sizes 1, 2, 4, 8; " + kind)
+
+
+@pytest.mark.slow
+def test_cuda_graph_notices_inputs_that_are_not_copied(device):
+    example = imported("cuda_graph")
+    fill = example.Step.fill
+
+    def forget(self, other):
+        x = self.x.clone()
+        fill(self, other)
+        self.x.copy_(x)
+
+    example.Step.fill = forget
+    assert example.main(["--device", str(device)]) == 1
