@@ -8,7 +8,7 @@ Conventions that differ from the rest of mlakit: the softmax scale defaults to d
 """
 
 from mlakit.compat.flash_mla.decoding import flash_mla_with_kvcache
-from mlakit.compat.flash_mla.installation import Installation, install, uninstall
+from mlakit.compat.flash_mla.installation import install, uninstall
 from mlakit.compat.flash_mla.metadata import FlashMLASchedMeta, get_mla_metadata
 from mlakit.compat.flash_mla.sparse_prefill import flash_mla_sparse_fwd
 from mlakit.compat.flash_mla.varlen import (
@@ -16,6 +16,7 @@ from mlakit.compat.flash_mla.varlen import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from mlakit.compat.installation import Installation
 
 __version__ = "1.0.0"  # FlashMLA's version, which callers check; not mlakit's
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from mlakit.dispatch.checks import FLOATS, Dims, UnsupportedError
-from mlakit.model.masks import CAUSAL, NULL
-from mlakit.ops import mla_prefill
-from mlakit.ops._checks import INTEGERS
-from mlakit.ops._refusals import refuse_grad
+from mlakit.compat.dense_prefill import attend
+from mlakit.dispatch.checks import Dims, UnsupportedError
 
 NAME = "flash_attn_varlen_func"
 
@@ -105,66 +101,6 @@ def _attend(
     softmax_scale: float | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    refuse_grad(dims.op, q=q, k=k, v=v)
     if dropout_p != 0.0:
         raise UnsupportedError(f"{dims.op}: dropout_p must be 0.0, got {dropout_p}")
-    _check_tensors(dims, q, k, v)
-    for starts, total in ((q_starts, "total_q"), (kv_starts, "total_kv")):
-        for name, offsets in starts.items():
-            dims.match(name, offsets, "batch + 1", dtypes=INTEGERS)
-            dims.starts(name, offsets, dims[total], total)
-    scale = q.shape[2] ** -0.5
-    if softmax_scale is not None:
-        scale = dims.finite("softmax_scale", softmax_scale)
-
-    out = q.new_empty(*q.shape[:2], v.shape[2])
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
-    for heads, group_k, group_v in _groups(q, k, v):
-        mla_prefill(
-            q[:, heads],
-            group_k,
-            k.new_empty(len(k), 0),  # no key columns are shared by all heads
-            group_v,
-            *q_starts.values(),
-            *kv_starts.values(),
-            softmax_scale=scale,
-            mask=CAUSAL if causal else NULL,
-            out=out[:, heads],
-            lse=lse[:, heads],
-        )
-    return out, lse
-
-
-def _groups(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
-    """Return (query heads, keys, values) of each call, in the memory of k and v.
-
-    One call if every query head has its own KV head, otherwise one per KV head: repeated KV heads
-    have no single stride.
-    """
-    kv_heads = k.shape[1]
-    group = q.shape[1] // kv_heads
-    if group == 1:
-        return [(slice(None), k, v)]
-    return [
-        (
-            slice(head * group, (head + 1) * group),
-            k[:, head : head + 1].expand(-1, group, -1),
-            v[:, head : head + 1].expand(-1, group, -1),
-        )
-        for head in range(kv_heads)
-    ]
-
-
-def _check_tensors(dims: Dims, q: Tensor, k: Tensor, v: Tensor) -> None:
-    dims.match("q", q, "total_q", "h_q", "d_qk", dtypes=FLOATS)
-    dims.match("k", k, "total_kv", "h_kv", "d_qk", dtypes=[q.dtype])
-    dims.match("v", v, "total_kv", "h_kv", "d_v", dtypes=[q.dtype])
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        dims.rows_contiguous(name, tensor)
-    for axis in ("d_qk", "d_v"):
-        dims.require(dims[axis] >= 1, axis, "be at least 1", dims[axis])
-    h_q, h_kv = dims["h_q"], dims["h_kv"]
-    dims.require(h_kv >= 1, "h_kv", "be at least 1", h_kv)
-    dims.require(h_q >= h_kv and h_q % h_kv == 0, "h_q", f"be a multiple of h_kv, {h_kv}", h_q)
+    return attend(dims, q, k, v, q_starts, kv_starts, {"softmax_scale": softmax_scale}, causal)

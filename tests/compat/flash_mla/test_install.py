@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from mlakit.compat import flash_mla
+from mlakit.compat import flash_mla, installation
 from mlakit.compat.flash_mla import (
     flash_mla_sparse_fwd,
     flash_mla_with_kvcache,
     get_mla_metadata,
-    installation,
 )
 from tests.paths import ROOT
 
