@@ -26,6 +26,11 @@ SGLANG := sglang==0.5.23
 TORCHVISION := torchvision==0.28.0
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+# The library that loads kernels from the Hugging Face Hub, in an environment of its own: where it is
+# installed, transformers uses it
+KERNELS := kernels==0.16.2
+HUB_VENV := .venv-hub
+HUB_INSTALLED := $(HUB_VENV)/.installed
 ENGINE_REQUIREMENTS := tests/integrations/engine_requirements.py
 # Both ends of the range of transformers versions, each in an environment like the oldest Triton's;
 # the tests of $(VENV) have the version in between that pyproject.toml names
@@ -43,7 +48,7 @@ FROM ?= .gpu-record
 
 .PHONY: demo quick test test-all venv lint types unit thorough emulate compile compile-all oldest oldest-torch docs
 .PHONY: test-gpu gpu-commit gpu-record house figures
-.PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang
+.PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang test-hub
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -122,6 +127,10 @@ test-vllm: $(VLLM_INSTALLED)
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/integrations/sglang
 
+# the folder for the Hub (scripts/hub.py), loaded by the library `kernels` and by transformers
+test-hub: $(HUB_INSTALLED)
+	$(HUB_VENV)/bin/python -m pytest tests/integrations/hub
+
 # One part of the GPU tests, such as PART=1/2, or all of them in turn. Nothing is installed. Only
 # with worksteal or load is a worker replaced that a test has crashed. COMMIT is for copies without
 # git; RECORD is a folder for the results besides docs/data/gpu-tests.json; RESUME=1 runs only tests
@@ -167,7 +176,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV)* \
+	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(HUB_VENV) \
+	  $(TRANSFORMERS_VENV)* \
 	  .mypy_cache .pytest_cache .ruff_cache dist site
 
 # torch goes first so that no later requirement may choose another build of it
@@ -201,6 +211,13 @@ $(TRANSFORMERS_VENV)%/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(TRANSFORMERS_VENV)$*
 	$(call share,$(TRANSFORMERS_VENV)$*)
 	$(TRANSFORMERS_VENV)$*/bin/python -m pip install "transformers==$*"
+	touch $@
+
+# pip sees the packages of $(VENV), so transformers and its huggingface_hub stay as they are
+$(HUB_INSTALLED): $(INSTALLED)
+	$(PYTHON) -m venv $(HUB_VENV)
+	$(call share,$(HUB_VENV))
+	$(HUB_VENV)/bin/python -m pip install "$(KERNELS)"
 	touch $@
 
 $(OLDEST_TORCH_INSTALLED): pyproject.toml Makefile mlakit/_version.py

@@ -26,11 +26,12 @@ else:
     def __getattr__(name: str) -> object:
         """A submodule, a public name (cached in this module) or `__all__`."""
         if name == "__all__":
-            return [*import_module("mlakit._public").__all__, "__version__"]
+            return [*import_module("._public", __name__).__all__, "__version__"]
         if name.isidentifier() and not name.startswith("_"):
-            if find_spec(f"mlakit.{name}") is not None:
-                return import_module(f"mlakit.{name}")
-            public = import_module("mlakit._public")
+            submodule = f"{__name__}.{name}"
+            if find_spec(submodule) is not None:
+                return import_module(submodule)
+            public = import_module("._public", __name__)
             if name in public.__all__:
                 return globals().setdefault(name, getattr(public, name))
         raise AttributeError(f"module 'mlakit' has no attribute {name!r}")
@@ -39,4 +40,4 @@ else:
         return sorted({*globals(), *__getattr__("__all__")})
 
     if "torch" in sys.modules:
-        import_module("mlakit._public")
+        import_module("._public", __name__)

@@ -8,5 +8,5 @@ __all__ = ["explain", "explain_kernels", "select"]
 def __getattr__(name: str) -> object:
     """Import `selection` late: it reads what the kernels support, and they import this package."""
     if name in __all__:
-        return getattr(import_module("mlakit.dispatch.selection"), name)
+        return getattr(import_module(".selection", __name__), name)
     raise AttributeError(f"module 'mlakit.dispatch' has no attribute {name!r}")

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PACKAGE = __name__.partition(".")[0] + "."  # of the modules of mlakit
+
 
 def _of_torch(path: str, *, is_needed: bool = True) -> Any:
     """Look up `torch.<path>`."""
@@ -259,7 +261,7 @@ def count_compilations() -> None:
         if before is not None:
             before(src=src, cache_hit=cache_hit, **others)
         function = getattr(src, "fn", None)  # a file of IR has none
-        if str(getattr(function, "__module__", "")).startswith("mlakit."):
+        if str(getattr(function, "__module__", "")).startswith(_PACKAGE):
             counts = KERNEL_COUNTS.loaded if cache_hit else KERNEL_COUNTS.compiled
             counts[src.name] += 1
 

@@ -13,7 +13,7 @@ from mlakit.dispatch.specs import KernelSpec, Problem
 
 
 def _specs_of(backend: Backend) -> tuple[KernelSpec, ...]:
-    specs: tuple[KernelSpec, ...] = import_module(f"mlakit.kernels.{backend}.support").SPECS
+    specs: tuple[KernelSpec, ...] = import_module(f"..kernels.{backend}.support", __package__).SPECS
     return specs
 
 

@@ -48,7 +48,9 @@ from mlakit.plan import DecodePlanTensors, EvenSplit
 Results: TypeAlias = tuple[Tensor, ...]
 
 OPS: dict[str, Op] = {}  # by name
-_LIBRARY = torch.library.Library("mlakit", "DEF")
+# "mlakit", and another name where the package is loaded under one, beside an installed mlakit
+_NAMESPACE = __name__.partition(".")[0]
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class Op:
         call  runs the op with flat arguments; None if a tensor is not plain
         """
         _LIBRARY.define(f"{name}({', '.join(schema)}) -> {returns}")
-        overload: Callable[..., Any] = getattr(torch.ops.mlakit, name).default
+        overload: Callable[..., Any] = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
         def run(*flat: Any) -> Any:
             got = call(flat)
@@ -229,7 +231,7 @@ class Op:
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         _LIBRARY.impl(name, run_above_autograd, "Autograd")
         _LIBRARY.impl(name, run_batched, "FuncTorchBatched")
-        torch.library.register_fake(f"mlakit::{name}", fake, lib=_LIBRARY)
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
         return overload
 
     def call(self, arguments: Any, *results: Tensor | None) -> Results:

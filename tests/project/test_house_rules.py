@@ -68,7 +68,8 @@ NEEDED_BY = {
     "triton": r"kernels/(?!(workspace|arguments)\.py)\w+\.py|launch_cache/launchers/.*"
     r"|kernels/(triton|hopper)/(?!support|configs|decode/configs).*|tools/emulator/.*"
     r"|precompile/listing\.py",
-    "transformers": r"integrations/transformers/(cache_layers|static_cache|step_hooks)\.py",
+    "transformers": r"integrations/transformers/"
+    r"(cache_layers|layer_classes|static_cache|step_hooks)\.py",
 }
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "v2"}
 # the folders a developer's machine has and a user's has not

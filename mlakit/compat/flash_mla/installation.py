@@ -9,7 +9,7 @@ from types import ModuleType
 from mlakit.compat.installation import Alias, Installation
 
 NAME = "flash_mla"
-PACKAGE = "mlakit.compat.flash_mla"
+PACKAGE = __name__.rpartition(".")[0]
 
 
 def install(*, force: bool = False) -> Installation:

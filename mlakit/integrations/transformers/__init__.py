@@ -5,11 +5,14 @@
     patch(model)     # generate() and forward() as before
     unpatch(model)
 
-transformers has two places for it, so no forward of a model is replaced: the attention function
-(`AttentionInterface`), and `expand_kv`, the method of an MLA module that expands cached latents to
-K and V. Projections, norms, RoPE, gates and the indexer stay the model's.
+    register()       # then: from_pretrained(folder, attn_implementation="mlakit")
+
+transformers has two places for it, so `patch` replaces no forward of a model: the attention
+function (`AttentionInterface`), and `expand_kv`, the method of an MLA module that expands cached
+latents to K and V. Projections, norms, RoPE, gates and the indexer stay the model's.
 
     patching.py      patch, unpatch, refresh_weights
+    layer_classes.py  the classes of models that are made on mlakit, without a patch
     step_hooks.py    the hooks on the decoder that begin a step and commit it
     pool.py          LatentPool: sequences of a batch in the pages of one cache
     cache_layers.py  the layers that a DynamicCache gets
@@ -20,6 +23,12 @@ K and V. Projections, norms, RoPE, gates and the indexer stay the model's.
     generation.py    mlakit generate: a local checkpoint, timed; command.py prints it
 """
 
-from mlakit.integrations.transformers.patching import patch, refresh_weights, unpatch
+from mlakit.integrations.transformers.patching import (
+    patch,
+    refresh_weights,
+    register,
+    unpatch,
+    unregister,
+)
 
-__all__ = ["patch", "refresh_weights", "unpatch"]
+__all__ = ["patch", "refresh_weights", "register", "unpatch", "unregister"]

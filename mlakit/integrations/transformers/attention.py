@@ -171,7 +171,7 @@ def forget_up_projection(module: nn.Module) -> None:
 
 
 def mask(*args: Any, config: Any = None, **arguments: Any) -> Tensor | None:
-    """The mask of a forward: None for dense models, whose lengths say it all.
+    """The mask of a forward: that of padding for dense models, whose lengths say the rest.
 
     A sparse model passes it to its indexer. That mask is additive and always made: the indexers of
     transformers 5.15 and 5.16 add it to their scores, where a boolean one counts as 0 and 1.
@@ -183,7 +183,7 @@ def mask(*args: Any, config: Any = None, **arguments: Any) -> Tensor | None:
             "mlakit: the mask must be causal; packed sequences and other masks are not supported"
         )
     if getattr(config, "index_topk", None) is None:
-        return None
+        return arguments.get("attention_mask")
     dtype = arguments.pop("dtype", torch.float32)
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     visible: Tensor = sdpa_mask(*args, config=config, **arguments)

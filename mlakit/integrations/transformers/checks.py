@@ -15,7 +15,8 @@ from mlakit.dispatch.checks import FLOATS, refuse_tangent
 from mlakit.formats import FLOAT_FORMATS, known_format
 from mlakit.layer.linear import does_more_when_called
 
-NAME = "mlakit"  # of the attention function
+# of the attention function: "mlakit", or the name of a copy that was loaded from the Hub
+NAME = __name__.partition(".")[0]
 PAGED_NAME = f"paged|{NAME}"
 _SHARED_CONFIG = (
     "the model must not share its config object with a patched model; give each model its own, "
@@ -42,6 +43,10 @@ HARMLESS = frozenset(
 )
 
 
+class LatentAttention:
+    """The base of the attention classes that attend over latents without `patch`."""
+
+
 def check_version(version: str) -> None:
     """Refuse releases without `expand_kv`; warn of those that were not tested."""
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
@@ -51,7 +56,7 @@ def check_version(version: str) -> None:
     if release > NEWEST_TESTED:
         newest = ".".join(map(str, NEWEST_TESTED))
         warnings.warn(
-            f"patch: tested with transformers up to {newest}, got {version}", stacklevel=3
+            f"patch: tested with transformers up to {newest}, got {version}", stacklevel=4
         )
 
 
@@ -98,6 +103,8 @@ def check_format(must: str, format: str | None, dtype: torch.dtype) -> None:
 
 def check_own_config(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """The config, which names the attention function, is not that of a patched model."""
+    if model.config._attn_implementation == NAME and isinstance(modules[0], LatentAttention):  # type: ignore[union-attr]
+        raise ValueError("patch: the model was made with mlakit's attention; it needs no patch")
     for config in (model.config, modules[0].config):
         if config._attn_implementation == NAME:  # type: ignore[union-attr]
             raise UnsupportedError(f"patch: {_SHARED_CONFIG}")
@@ -105,7 +112,7 @@ def check_own_config(model: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 def check_patched(module: nn.Module) -> None:
     """The module's model is patched, not only one that has the same config object."""
-    if "expand_kv" not in module.__dict__:
+    if "expand_kv" not in module.__dict__ and not isinstance(module, LatentAttention):
         raise UnsupportedError(f"mlakit: {_SHARED_CONFIG}")
 
 

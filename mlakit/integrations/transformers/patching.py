@@ -36,13 +36,7 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> N
     stored. Raises UnsupportedError for a model that it cannot run; docs/transformers.md has the
     list.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "patch: needs transformers; pip install 'mlakit[transformers]'"
-        ) from error
-    checks.check_version(transformers.__version__)
+    _check_transformers("patch")
     page_size = Dims("patch").integer("page_size", page_size, 1)
     if _PATCH in model.__dict__:
         raise ValueError("patch: the model is patched already; call unpatch first")
@@ -62,6 +56,36 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> N
     end = decoder.register_forward_hook(hooks.end, with_kwargs=True, always_call=True)
     model.__dict__["generate_batch"] = partial(continuous.generate_batch, model)
     model.__dict__[_PATCH] = Patch(implementation, (begin, end))
+
+
+def register() -> None:
+    """Let `from_pretrained(folder, attn_implementation="mlakit")` make models on mlakit.
+
+    The cache is that of `patch`, with rows in the dtype of the weights and pages of 64 tokens.
+    Models that are made from then on with another attention have the same subclasses of
+    transformers' MLA classes, which do what transformers' do unless the attention is "mlakit".
+    """
+    _check_transformers("register")
+    from mlakit.integrations.transformers.layer_classes import register_classes
+
+    register_classes()
+
+
+def unregister() -> None:
+    """Undo `register`, for models that are made from then on."""
+    from mlakit.integrations.transformers.layer_classes import unregister_classes
+
+    unregister_classes()
+
+
+def _check_transformers(function: str) -> None:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{function}: needs transformers; pip install 'mlakit[transformers]'"
+        ) from error
+    checks.check_version(transformers.__version__)
 
 
 def unpatch(model: Any) -> None:

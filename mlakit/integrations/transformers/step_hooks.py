@@ -71,7 +71,9 @@ class StepHooks:
             pool = attention.uncached.pool = LatentPool(1, None, self.page_size)
         else:
             pool = pool_of(cache, self.layers, self.format, self.page_size)
-            self._check_rows(None if pool.cache is None else pool.cache.format)
+            check_rows(
+                self.modules[0], self.format, None if pool.cache is None else pool.cache.format
+            )
         pool.begin_step(x.shape[0], x.shape[1], mask, x.device)
         return (), given
 
@@ -96,10 +98,11 @@ class StepHooks:
 
     def _check_static(self, cache: StaticLatentCache, mask: object) -> None:
         checks.check_no_padding(mask, cache.get_max_length())
-        self._check_rows(cache.format)
+        check_rows(self.modules[0], self.format, cache.format)
 
-    def _check_rows(self, stored: str | None) -> None:
-        """The weights may have got another dtype since the patch or since the cache began."""
-        dtype = checks.kv_b_proj(self.modules[0]).dtype
-        checks.check_format("patch: format must be", self.format, dtype)
-        checks.check_format("mlakit: past_key_values must have rows of", stored, dtype)
+
+def check_rows(module: nn.Module, format: Format | None, stored: str | None) -> None:
+    """The weights may have got another dtype since the patch or since the cache began."""
+    dtype = checks.kv_b_proj(module).dtype
+    checks.check_format("patch: format must be", format, dtype)
+    checks.check_format("mlakit: past_key_values must have rows of", stored, dtype)

@@ -13,12 +13,12 @@ def _why_not(problem: Problem) -> str | None:
 
 
 def _spec(op: str, topic: str) -> KernelSpec:
-    launcher = f"mlakit.kernels.cpu.{topic}:{op}"
+    launcher = f"{__package__}.{topic}:{op}"
     return KernelSpec("cpu", op, launcher, _why_not, mask_traits=INTERVAL_TRAITS)
 
 
-_DECODE_PLANNER = "mlakit.kernels.cpu.decode:plan_mla_decode"
-_QUERY_BLOCKS = "mlakit.kernels.cpu.indexer_select:plan_query_blocks"
+_DECODE_PLANNER = f"{__package__}.decode:plan_mla_decode"
+_QUERY_BLOCKS = f"{__package__}.indexer_select:plan_query_blocks"
 
 
 SPECS = (

@@ -220,14 +220,14 @@ def _sparse(kernel: str) -> KernelSpec:
     return KernelSpec(
         "hopper",
         "sparse_mla",
-        "mlakit.kernels.hopper.sparse.launch:sparse_mla",
+        f"{__package__}.sparse.launch:sparse_mla",
         _sparse_takes(kernel),
         kernel=kernel,
         why_slower=_why_slower_sparse_m64 if kernel == "m64_fp8_kv" else None,
     )
 
 
-_LAUNCH = "mlakit.kernels.hopper.decode.launch"
+_LAUNCH = f"{__package__}.decode.launch"
 
 
 def _decode(
@@ -256,7 +256,7 @@ SPECS = (
     KernelSpec(
         "hopper",
         "indexer_logits",
-        "mlakit.kernels.hopper.indexer.launch:indexer_logits",
+        f"{__package__}.indexer.launch:indexer_logits",
         _why_not_indexer_logits,
         mask_traits=INDEXER_MASK_TRAITS,
     ),
@@ -264,7 +264,7 @@ SPECS = (
     KernelSpec(
         "hopper",
         "mla_prefill",
-        "mlakit.kernels.hopper.prefill.launch:mla_prefill",
+        f"{__package__}.prefill.launch:mla_prefill",
         _why_not_prefill,
         mask_traits=PREFILL_MASK_TRAITS,
     ),

@@ -42,7 +42,7 @@ def _needs_amd(arch: int) -> str:
 
 
 def _spec(op: str, topic: str) -> KernelSpec:
-    launcher = f"mlakit.kernels.triton.{topic}:{op}"
+    launcher = f"{__package__}.{topic}:{op}"
     return KernelSpec("triton", op, launcher, _why_not, mask_traits=INTERVAL_TRAITS)
 
 
@@ -52,8 +52,8 @@ def _general_why_not(problem: Problem) -> str | None:
     return _why_not(problem)
 
 
-_DECODE_PLANNER = "mlakit.kernels.triton.decode:plan_mla_decode"
-_QUERY_BLOCKS = "mlakit.kernels.triton.indexer_select:plan_query_blocks"
+_DECODE_PLANNER = f"{__package__}.decode:plan_mla_decode"
+_QUERY_BLOCKS = f"{__package__}.indexer_select:plan_query_blocks"
 
 
 SPECS = (
