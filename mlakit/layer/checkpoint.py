@@ -24,6 +24,7 @@ from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import KeyNorm
 from mlakit.layer.linear import SCALE, Float32Linear, frozen
 from mlakit.model.config import read_config
+from mlakit.model.releases import download_hint
 from mlakit.steps.weights import BLOCK
 
 NAME = "load_safetensors"
@@ -42,7 +43,8 @@ class TensorFiles:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(os.path.expanduser(folder))
         if not self.folder.is_dir():
-            raise FileNotFoundError(f"{NAME}: there is no folder {os.fspath(folder)!r}")
+            name = os.fspath(folder)
+            raise FileNotFoundError(f"{NAME}: there is no folder {name!r}{download_hint(name)}")
         self.file_of = self._index()
         self._open: dict[str, Any] = {}
 

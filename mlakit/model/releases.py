@@ -8,6 +8,7 @@ only in their weights. `HUB_IDS` has the first Hub id of each.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -283,3 +284,17 @@ HUB_IDS: dict[str, str] = {
 ALIASES: dict[str, str] = {
     other.lower(): name for name, others in _OTHER_NAMES.items() for other in others
 }
+
+
+def download_hint(name: str) -> str:
+    """Return how to get the checkpoint of a name that is no folder, for the end of an error.
+
+    It is "" for a name that is neither a release nor of the form of a Hub id.
+    """
+    hub_id = HUB_IDS.get(ALIASES.get(name.lower(), name.lower()), name)
+    if "/" in name:
+        hub_id = name
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", hub_id):
+        return ""
+    folder = hub_id.partition("/")[2]
+    return f"; from the Hugging Face Hub: hf download {hub_id} --local-dir {folder}"

@@ -40,6 +40,20 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
+@contextmanager
+def needs_transformers(command: str) -> Iterator[None]:
+    """End with an error that says what to install if a module of transformers is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "tokenizers"):
+            raise
+        typer.echo(
+            f"Error: {command} needs transformers: pip install 'mlakit[transformers]'", err=True
+        )
+        raise typer.Exit(1) from None
+
+
 def typed(context: typer.Context) -> dict[str, str]:
     """The typed options and arguments, by parameter, as they are spelled in messages."""
     found = {}

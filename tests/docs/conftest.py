@@ -1,4 +1,4 @@
-"""What the examples of the pages find in their folder."""
+"""What the examples of the pages find in their folder: what `mlakit tiny` writes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.models import build
-from tests.layer.checkpoints import INDEX, SMALL, quantised, tensors, write_checkpoint
+from mlakit.tools import tiny
+
+CHECKPOINTS = ("DeepSeek-V3", "DeepSeek-V3.2", "DeepSeek-V2-Lite")
 
 
 @pytest.fixture(scope="session")
 def _checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small checkpoints under the names that examples use."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoint(folder / "DeepSeek-V3", SMALL, {0: quantised(tensors(SMALL))})
-    sparse = SMALL | INDEX
-    write_checkpoint(folder / "DeepSeek-V3.2", sparse, {0: quantised(tensors(sparse))})
-    build("DeepseekV2-no_q_latent").save_pretrained(folder / "DeepSeek-V2-Lite")
+    for name in CHECKPOINTS:
+        tiny.write(name, folder / name)
     return folder
 
 

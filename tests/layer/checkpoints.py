@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 128
+from mlakit.steps.weights import BLOCK
+from mlakit.tools.tiny import in_blocks
+
 SMALL: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "hidden_size": 256,
@@ -65,18 +67,6 @@ def tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
         values = torch.randn(shape, generator=generator)
         made[name] = values * 1.5 / shape[-1] ** 0.5 if len(shape) == 2 else 1 + 0.2 * values
     return made
-
-
-def in_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix as e4m3 with one float32 scale per 128 × 128 block; the last blocks may be short."""
-    rows, columns = values.shape
-    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-    padded = values.new_zeros(blocks[0] * BLOCK, blocks[1] * BLOCK)
-    padded[:rows, :columns] = values
-    tiles = padded.view(blocks[0], BLOCK, blocks[1], BLOCK)
-    scale = tiles.abs().amax((1, 3)) / 448
-    codes = (tiles / scale[:, None, :, None]).view_as(padded)[:rows, :columns]
-    return codes.to(torch.float8_e4m3fn), scale
 
 
 def from_blocks(codes: Tensor, scale: Tensor) -> Tensor:

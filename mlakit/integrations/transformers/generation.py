@@ -6,13 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mlakit.formats import Format
+from mlakit.formats import ENGINE_NAMES, Format
 from mlakit.integrations.transformers.patching import patch
+from mlakit.model.releases import download_hint
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEVICES = ("auto", "cpu", "cuda")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.*")
+
+
+class CacheUse(NamedTuple):
+    """The memory of a cache."""
+
+    tokens: int
+    allocated_bytes: int
+    bytes_per_token: float  # of all layers; a pool's free rows do not count
 
 
 @dataclass(frozen=True)
@@ -22,6 +35,7 @@ class Run:
     tokens: list[int]  # new ones
     prefill_seconds: float  # until the first new token
     decode_seconds: float  # of the others
+    cache: CacheUse | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -36,42 +50,142 @@ class Run:
 class LocalModel:
     """A model and its tokenizer, from a folder."""
 
-    def __init__(self, folder: Path, *, dtype: str = "auto", device: str = "auto") -> None:
-        """Load a model; `dtype` is that of the weights, such as bfloat16, or auto: the
-        checkpoint's."""
+    def __init__(
+        self, folder: Path, *, dtype: str = "auto", device: str = "auto", has_text: bool = True
+    ) -> None:
+        """Load a model. Raises ValueError for what is wrong with the folder or an argument.
+
+        dtype     of the weights: a key of `DTYPES`, torch's name, or auto: the checkpoint's
+        has_text  a tokenizer is needed; otherwise one is loaded if the folder has it
+        """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} is not a checkpoint folder: config.json is missing")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", local_files_only=True
-        )
-        self.model: Any = model.to(device).eval()  # type: ignore[arg-type]
+        check_folder(folder)
+        weights = loaded_dtype(dtype)
+        where = loaded_device(device)
+        has_tokenizer = any(next(folder.glob(name), None) for name in TOKENIZER_FILES)
+        if has_text and not has_tokenizer:
+            raise ValueError(f"{folder} has no tokenizer: save one there, or give --ids 11,42,7")
+        try:
+            self.tokenizer: Any = None
+            if has_tokenizer:
+                self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=weights, attn_implementation="eager", local_files_only=True
+            )
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            if isinstance(error, ModuleNotFoundError):
+                raise
+            said = next(iter(str(error).strip().splitlines()), "")
+            raise ValueError(f"transformers cannot load {folder}: {said}") from None
+        self.model: Any = model.to(where).eval()  # type: ignore[arg-type]
 
     def patch(self, *, format: Format | None, page_size: int) -> None:
         patch(self.model, format=format, page_size=page_size)
 
     def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens, or their numbers without a tokenizer."""
+        if self.tokenizer is None:
+            return " ".join(map(str, ["", *tokens]))
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def generate(self, prompt: str, count: int, progress: Callable[[int], object]) -> Run:
+    def ids(self, prompt: str) -> list[int]:
+        """Return the tokens of a text."""
+        found: list[int] = self.tokenizer(prompt)["input_ids"]
+        return found
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Raise ValueError for ids that the model has no embedding of."""
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        wrong = [each for each in ids if not 0 <= each < vocabulary]
+        if wrong or not ids:
+            got = wrong[0] if wrong else "none"
+            raise ValueError(f"ids must be token ids in [0, {vocabulary}), got {got}")
+
+    def generate(self, prompt: list[int], count: int, progress: Callable[[int], object]) -> Run:
         """Generate at most `count` greedy tokens; call `progress` with the number of new ones."""
-        given = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
-        watch = Stopwatch(given["input_ids"].shape[1], progress)
+        given = torch.tensor([prompt], device=self.model.device)
+        watch = Stopwatch(len(prompt), progress)
         start = perf_counter()
         found = self.model.generate(
-            input_ids=given["input_ids"],
-            attention_mask=given["attention_mask"],
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
             max_new_tokens=count,
             do_sample=False,
             stopping_criteria=[watch],
+            return_dict_in_generate=True,
         )
         first = watch.seconds[0]
-        tokens = found[0, watch.prompt :].tolist()
-        return Run(tokens, first - start, watch.seconds[-1] - first)
+        tokens = found.sequences[0, watch.prompt :].tolist()
+        use = cache_use(found.past_key_values)
+        return Run(tokens, first - start, watch.seconds[-1] - first, use)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError for what is no folder of a checkpoint."""
+    if (folder / "config.json").is_file():
+        return
+    if folder.is_dir():
+        raise ValueError(f"{folder} is not a checkpoint folder: config.json is missing")
+    hint = download_hint(str(folder))
+    raise ValueError(f"{folder} is not a checkpoint folder: there is no such folder{hint}")
+
+
+def loaded_dtype(name: str) -> torch.dtype | str:
+    """Return what `from_pretrained` takes as `dtype`."""
+    if name == "auto":
+        return name
+    found = DTYPES.get(ENGINE_NAMES.get(name, name))
+    if found is None:
+        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
+    return found
+
+
+def loaded_device(name: str) -> str:
+    """Return the device of a name in `DEVICES`."""
+    if name not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be cpu on a machine without a GPU, got 'cuda'")
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that the tensors of a cache have: rows or K and V, and index keys."""
+    pool = _pool(cache)
+    rows = 0 if pool is None else sum(map(_bytes, _pool_tensors(pool)))
+    return rows + sum(map(_bytes, _own_tensors(cache)))
+
+
+def cache_use(cache: Any) -> CacheUse:
+    """The memory of a cache after a run of one request."""
+    tokens, pool = int(cache.get_seq_length()), _pool(cache)
+    per_token = sum(map(_bytes, _own_tensors(cache))) / tokens
+    if pool is not None:
+        per_token += sum(map(_bytes, _pool_tensors(pool))) / (
+            pool.cache.num_pages * pool.cache.page_size
+        )
+    return CacheUse(tokens, cache_bytes(cache), per_token)
+
+
+def _pool(cache: Any) -> Any:
+    return next((layer.pool for layer in cache.layers if hasattr(layer, "pool")), None)
+
+
+def _pool_tensors(pool: Any) -> list[Tensor]:
+    return [each for each in (pool.cache.payload, pool.cache.beside) if each is not None]
+
+
+def _own_tensors(cache: Any) -> list[Tensor]:
+    names = ("keys", "values", "indexer_keys")
+    found = (getattr(layer, name, None) for layer in cache.layers for name in names)
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 class Stopwatch:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mlakit.formats import Format, row_codec
 from mlakit.integrations.transformers import patch
+from mlakit.integrations.transformers.generation import cache_bytes
 from mlakit.model.geometry import MLAGeometry
 from mlakit.tools.bench import gpu, gpu_timers
 from mlakit.tools.bench.report import MLAKIT, MemoryUse
@@ -361,19 +362,6 @@ class DecodeStep(Workload):
             step = torch.cuda.max_memory_allocated() - before
             found[name] = MemoryUse(weights=weights, cache=cached, step=step)
         return found
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes that the tensors of a cache have: rows or K and V, and index keys."""
-    tensors: list[Tensor] = []
-    for layer in cache.layers:
-        own = (getattr(layer, name, None) for name in ("keys", "values", "indexer_keys"))
-        tensors += [each for each in own if isinstance(each, Tensor)]
-    pool = getattr(cache.layers[0], "pool", None)
-    if pool is not None:
-        tensors.append(pool.cache.payload)
-        tensors += [] if pool.cache.beside is None else [pool.cache.beside]
-    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 def _sharing_weights(model: Any) -> Any:

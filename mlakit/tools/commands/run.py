@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mlakit.model.geometry import PRESETS, MLAGeometry
-from mlakit.tools.options import Command, usage_errors
+from mlakit.tools.options import Command, completion, needs_transformers, usage_errors
 
 app = typer.Typer()
 
@@ -44,22 +44,78 @@ def demo(
 
 
 @app.command(
-    cls=Command, epilog="Example: [bold]mlakit generate DeepSeek-V2-Lite --prompt 'Paris is'[/bold]"
+    cls=Command,
+    epilog="Examples: [bold]mlakit generate DeepSeek-V2-Lite --prompt 'Paris is'[/bold] · "
+    "mlakit generate DeepSeek-V2-Lite --ids 11,42,7 --compare",
 )
 def generate(
     model_dir: Annotated[
         Path, typer.Argument(help="Folder of a checkpoint of transformers.", metavar="MODEL_DIR")
     ],
-    prompt: str = typer.Option(..., help="Text to continue."),
+    prompt: str | None = typer.Option(None, help="Text to continue."),
+    ids: str | None = typer.Option(
+        None, metavar="N[,N...]", help="Token ids to continue, in place of --prompt."
+    ),
     tokens: int = typer.Option(64, min=1, help="Largest number of new tokens."),
-    format: str | None = typer.Option(None, help="Cache format. Default: the weights' dtype."),
+    format: str | None = typer.Option(
+        None,
+        help="Cache format: bf16, fp16, fp32, fp8, fp8_token, fp8_block128 or fp8_block64. "
+        "Default: the weights' dtype.",
+    ),
     page_size: int = typer.Option(64, min=1, help="Tokens per page."),
-    dtype: str = typer.Option("auto", help="Weights' dtype; auto is the checkpoint's."),
+    dtype: str = typer.Option(
+        "auto", help="Weights' dtype: auto (the checkpoint's), bf16, fp16 or fp32."
+    ),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
-    compare: bool = typer.Option(False, "--compare", help="Also run eager attention."),
+    compare: bool = typer.Option(
+        False, "--compare", help="Also run eager attention: its tokens, times and cache."
+    ),
 ) -> None:
     """Continue a prompt with an MLA model of transformers, patched. Greedy."""
     from mlakit.tools.generate import run
 
-    with usage_errors():
-        run(model_dir, prompt, tokens, format, page_size, dtype, device, compare=compare)
+    if (prompt is None) == (ids is None):
+        raise typer.BadParameter("one of --prompt and --ids must be given")
+    with usage_errors(), needs_transformers("generate"):
+        numbers = [] if ids is None else token_ids(ids)
+        run(model_dir, prompt, numbers, tokens, format, page_size, dtype, device, compare=compare)
+
+
+def token_ids(text: str) -> list[int]:
+    """Return the token ids that a list such as 11,42,7 has."""
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(f"ids must be whole numbers such as 11,42,7, got {text!r}") from None
+
+
+@app.command(
+    cls=Command,
+    epilog="Example: [bold]mlakit tiny deepseek-v2-lite DeepSeek-V2-Lite[/bold]",
+)
+def tiny(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A known model, by its name or Hub id.",
+            metavar="MODEL",
+            autocompletion=completion(PRESETS),
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.", metavar="DIR")],
+    seed: int = typer.Option(0, min=0, help="Seed of the weights."),
+) -> None:
+    """Write a small checkpoint of a model's kind, with random weights and a tokenizer.
+
+    It has two layers, 4 heads and 256 tokens, a few megabytes, and the config of the release
+    otherwise: FP8 weights, an indexer, RoPE. The examples of the documentation run with it. Its
+    text has no sense.
+    """
+    from mlakit.tools.tiny import write
+
+    with usage_errors(), needs_transformers("tiny"):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        name = write(model, folder, seed=seed)
+    typer.echo(f"A small {name} with random weights is in {folder}.")
