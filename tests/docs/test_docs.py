@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit.compat import flash_mla, modular
+from mlakit.compat import flash_mla, flashinfer, modular
 from mlakit.dispatch.specs import Use
 from mlakit.formats import FORMATS, row_codec
 from mlakit.kernels.hopper import support as hopper
@@ -45,6 +45,7 @@ EXAMPLES = {
 def _no_drop_in_left_behind():
     yield
     flash_mla.uninstall()
+    flashinfer.uninstall()
 
 
 @pytest.mark.slow
@@ -211,7 +212,10 @@ def test_scales_lie_where_the_table_says(format):
         assert (old[place] != new[place]).any()
 
 
-@pytest.mark.parametrize(("page", "module"), [("flash_mla.md", flash_mla), ("max.md", modular)])
+@pytest.mark.parametrize(
+    ("page", "module"),
+    [("flash_mla.md", flash_mla), ("flashinfer.md", flashinfer), ("max.md", modular)],
+)
 def test_the_page_of_a_library_names_all_its_functions(page, module):
     text = PAGES[page]
     assert [name for name in module.__all__ if not re.search(rf"`{name}\b", text)] == []

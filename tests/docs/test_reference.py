@@ -40,6 +40,7 @@ WHOLE_MODULES = (
     "mlakit.parallel",
     "mlakit.steps.weights",
     "mlakit.compat.flash_mla",
+    "mlakit.compat.flashinfer",
     "mlakit.compat.modular",
     "mlakit.tools.workloads",
     "mlakit.tools.testing",
