@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,23 @@ def test_a_patched_model_is_not_patched_again(model):
     with pytest.raises(ValueError, match="patched already"):
         patch(model)
     unpatch(model)
+    with pytest.raises(ValueError, match="unpatch: the model is not patched"):
+        unpatch(model)
+
+
+@pytest.mark.parametrize("how", ["left", "raised", "undone"])
+def test_a_with_block_undoes_the_patch(how):
+    model, ids = build("DeepseekV3"), prompts()
+    eager = model(ids).logits
+    with suppress(ZeroDivisionError), patch(model, page_size=16) as patched:
+        assert patched is model
+        assert model(ids).past_key_values.layers[0].pool.allocator.page_size == 16
+        if how == "raised":
+            raise ZeroDivisionError
+        if how == "undone":
+            unpatch(model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(ids).logits, eager)
     with pytest.raises(ValueError, match="unpatch: the model is not patched"):
         unpatch(model)
 
@@ -328,7 +346,9 @@ def test_a_cache_that_another_attention_began():
 
 def test_other_caches(model):
     config = model.config
-    with pytest.raises(ValueError, match="must be a DynamicCache, got StaticCache"):
+    with pytest.raises(
+        ValueError, match=r"must be a DynamicCache, or .* StaticLatentCache .*, got StaticCache"
+    ):
         model(prompts(), past_key_values=StaticCache(config=config, max_cache_len=80))
     cache = DynamicCache(config=config)
     cache.offloading = True

@@ -153,7 +153,7 @@ def up_projection(module: nn.Module, geometry: MLAGeometry | None = None) -> UpP
         geometry = MLAGeometry.from_config(config) if known.up is None else known.up.geometry
     if torch.compiler.is_compiling():
         return _made(weight, geometry)
-    found = identity(weight)
+    found = (identity(weight.matrix), identity(weight.scale))
     if known.up is None or known.identity != found:
         # not inference tensors: they could not be refreshed outside of inference mode
         with torch.inference_mode(False), torch.no_grad():
@@ -161,9 +161,9 @@ def up_projection(module: nn.Module, geometry: MLAGeometry | None = None) -> UpP
     return known.up
 
 
-def _made(weight: Tensor, geometry: MLAGeometry) -> UpProjection:
-    heads = weight.shape[0] // (geometry.qk_nope_head_dim + geometry.v_head_dim)
-    return UpProjection.from_checkpoint(weight, geometry.with_heads(heads))
+def _made(weight: checks.UpWeight, geometry: MLAGeometry) -> UpProjection:
+    heads = weight.matrix.shape[0] // (geometry.qk_nope_head_dim + geometry.v_head_dim)
+    return UpProjection.from_checkpoint(weight.matrix, geometry.with_heads(heads), weight.scale)
 
 
 def forget_up_projection(module: nn.Module) -> None:

@@ -162,7 +162,10 @@ def pool_of(
     """
     if not isinstance(cache, DynamicCache):
         got = type(cache).__name__
-        raise ValueError(f"mlakit: past_key_values must be a DynamicCache, got {got}")
+        raise ValueError(
+            "mlakit: past_key_values must be a DynamicCache, or for a cache of fixed size the "
+            f"StaticLatentCache of mlakit.integrations.transformers.static_cache, got {got}"
+        )
     known = known_pool(cache, layers[0])
     if known is not None:
         return known

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mlakit import UnsupportedError
-from mlakit.dispatch.checks import FLOATS, refuse_tangent
+from mlakit.dispatch.checks import E4M3, FLOATS, refuse_tangent
 from mlakit.formats import FLOAT_FORMATS, known_format
 from mlakit.layer.linear import does_more_when_called
+from mlakit.steps.weights import BLOCK
 
 # of the attention function: "mlakit", or the name of a copy that was loaded from the Hub
 NAME = __name__.partition(".")[0]
@@ -22,6 +23,7 @@ _SHARED_CONFIG = (
     "the model must not share its config object with a patched model; give each model its own, "
     "copy.deepcopy(config)"
 )
+FP8_LINEAR = ("transformers.integrations.finegrained_fp8", "FP8Linear")
 OLDEST = (5, 15)  # the first release that caches latents and has expand_kv
 NEWEST_TESTED = (5, 22)
 REFUSED_MODELS = {"glm5_next": "its layers have no rope columns and build their own masks"}
@@ -81,7 +83,7 @@ def check_model(model: nn.Module, modules: Sequence[nn.Module], format: str | No
         raise UnsupportedError(
             f"patch: {type(model).__name__} has no MLA attention (a module with expand_kv)"
         )
-    devices = {kv_b_proj(module).device for module in modules}
+    devices = {kv_b_proj(module).matrix.device for module in modules}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise UnsupportedError(f"patch: all layers must be on one device, got {names}")
@@ -125,12 +127,28 @@ def check_implementation(found: str | None) -> None:
         )
 
 
-def kv_b_proj(module: nn.Module) -> Tensor:
-    """The up-projection of this rank's heads: a plain float matrix, not a parameter."""
+class UpWeight(NamedTuple):
+    """The up-projection of this rank's heads, not a parameter.
+
+    scale  [ceil(rows / 128), ceil(columns / 128)] float32 of an e4m3 matrix, else None
+    dtype  of the latents that it multiplies
+    """
+
+    matrix: Tensor
+    scale: Tensor | None
+    dtype: torch.dtype
+
+
+def kv_b_proj(module: nn.Module) -> UpWeight:
+    """The up-projection of a module: a plain float matrix, or e4m3 with a scale per block."""
     linear: Any = module.kv_b_proj
-    if type(linear) is not nn.Linear:
-        # adapters and quantised layers compute something else than x @ weight.T
-        raise UnsupportedError(f"mlakit: kv_b_proj must be nn.Linear, got {type(linear).__name__}")
+    is_fp8 = (type(linear).__module__, type(linear).__name__) == FP8_LINEAR
+    if type(linear) is not nn.Linear and not is_fp8:
+        # adapters and other quantised layers compute something else than x @ weight.T
+        raise UnsupportedError(
+            "mlakit: kv_b_proj must be nn.Linear or the FP8Linear of transformers, "
+            f"got {type(linear).__name__}"
+        )
     if linear.bias is not None:
         raise UnsupportedError("mlakit: kv_b_proj must have no bias")
     if does_more_when_called(linear):
@@ -140,16 +158,29 @@ def kv_b_proj(module: nn.Module) -> Tensor:
         )
     if not torch.compiler.is_compiling():
         refuse_tangent("mlakit", "kv_b_proj", linear.weight)  # `detach` would drop it
-    weight: Any = linear.weight.detach()
-    if hasattr(weight, "to_local"):  # a DTensor of tensor parallelism
-        weight = weight.to_local()
+    weight = _local(linear.weight)
+    if is_fp8 and weight.dtype == E4M3:
+        scale = _local(linear.weight_scale_inv)
+        if tuple(linear.block_size or ()) != (BLOCK, BLOCK) or scale.dtype != torch.float32:
+            raise UnsupportedError(
+                f"mlakit: kv_b_proj in FP8 must have a float32 scale per {BLOCK} x {BLOCK} block, "
+                f"got scales of {_name(scale.dtype)} and block_size {linear.block_size}"
+            )
+        norm: Any = module.kv_a_layernorm
+        return UpWeight(weight, scale, norm.weight.dtype)
     if type(weight) is not Tensor or weight.dtype not in FLOATS:
         got = f"{type(weight).__name__} of {_name(weight.dtype)}"
         raise UnsupportedError(
             f"mlakit: kv_b_proj must not be quantised, a matrix of {', '.join(map(_name, FLOATS))},"
             f" got {got}"
         )
-    return weight
+    return UpWeight(weight, None, weight.dtype)
+
+
+def _local(parameter: Any) -> Any:
+    """Return the values of a parameter; those of this rank where it is sharded."""
+    values = parameter.detach()
+    return values.to_local() if hasattr(values, "to_local") else values
 
 
 def check_inference(decoder: nn.Module, modules: Sequence[nn.Module]) -> None:

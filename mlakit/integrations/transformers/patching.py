@@ -24,7 +24,22 @@ class Patch:
     hooks: tuple[RemovableHandle, ...]
 
 
-def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> None:
+class Patched:
+    """What `patch` returns: `with patch(model):` undoes the patch at the end of the block."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> Any:
+        """Return the model."""
+        return self.model
+
+    def __exit__(self, *error: object) -> None:
+        if _PATCH in self.model.__dict__:  # it may have been undone in the block
+            unpatch(self.model)
+
+
+def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> Patched:
     """Run the MLA layers of a transformers model on mlakit, with latents in a paged cache.
 
     model      a loaded PreTrainedModel of a type with MLA; changed in place, `unpatch` undoes it
@@ -34,7 +49,7 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> N
     generate() and forward() then work as before. The cache is an ordinary DynamicCache, also one
     that the caller made; its layers share one pool. Padding may be anywhere in a prompt and is not
     stored. Raises UnsupportedError for a model that it cannot run; docs/transformers.md has the
-    list.
+    list. A `with` block around the call undoes the patch at its end.
     """
     _check_transformers("patch")
     page_size = Dims("patch").integer("page_size", page_size, 1)
@@ -56,6 +71,7 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> N
     end = decoder.register_forward_hook(hooks.end, with_kwargs=True, always_call=True)
     model.__dict__["generate_batch"] = partial(continuous.generate_batch, model)
     model.__dict__[_PATCH] = Patch(implementation, (begin, end))
+    return Patched(model)
 
 
 def register() -> None:

@@ -198,9 +198,9 @@ class StaticLatentCache(Cache):
             num_pages=batch * pages,
             page_size=page_size,
             num_layers=len(modules),
-            device=weight.device,
+            device=weight.matrix.device,
         )
-        table = torch.arange(batch * pages, dtype=torch.int32, device=weight.device)
+        table = torch.arange(batch * pages, dtype=torch.int32, device=weight.matrix.device)
         table = table.view(batch, pages)
         is_sparse = getattr(modules[0].config, "index_topk", None) is not None
         kind = StaticIndexedLatentLayer if is_sparse else StaticLatentLayer
