@@ -80,8 +80,30 @@ def test_the_kernels_of_sm_90_are_those_of_the_command():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         path, _, heading = target.partition("#")
+        path = path or "README.md"
         assert (ROOT / path).exists(), target
         if heading:
             headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings]
             assert heading in slugs, target
+
+
+def test_the_gains_of_a_patched_model_are_those_measured():
+    measured = json.loads((ROOT / "docs" / "data" / "h200-transformers.json").read_text())
+    times = {(row["workload"], row["implementation"]): row["p50_us"] for row in measured["rows"]}
+    caches = {(row["workload"], row["implementation"]): row["cache"] for row in measured["memory"]}
+    v3, sparse = (f"transformers-{model}-b8-h128-8192" for model in ("v3", "v3.2"))
+    gains = [
+        times[workload, "eager"] / times[workload, f"mlakit{graph}"]
+        for workload in (sparse, v3)
+        for graph in ("", ", CUDA graph")
+    ]
+    sparse_gain, in_graph, dense_gain, dense_in_graph = gains
+    smaller, larger = (caches[sparse, each] / 1e9 for each in ("mlakit", "eager"))
+    said = (
+        f"decode {sparse_gain:.1f} times as fast as eager on an H200, and {in_graph:.0f} times in",
+        f"it is {dense_gain:.1f} and {dense_in_graph:.0f} times",
+        f"{smaller:.2f} GB instead of {larger:.1f} GB",
+    )
+    text = " ".join(README.split())
+    assert [each for each in said if each not in text] == []
