@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import e, log, log2
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
@@ -42,6 +43,15 @@ def refuse(op: str, **given: Any) -> None:
 def one_of(dims: Dims, arg: str, value: object, *known: str) -> None:
     """Require a name that FlashInfer knows; it has no effect here."""
     dims.require(value in known, arg, f"be one of {', '.join(known)}", repr(value))
+
+
+def page_table_of(first: Tensor, kv_indices: Tensor, columns: int) -> Tensor:
+    """int32 [batch, columns]: the pages in kv_indices from `first` [batch] on.
+
+    Past a request's pages are others that exist, which no op reads.
+    """
+    entries = first[:, None] + torch.arange(columns, device=first.device)
+    return kv_indices[entries.clamp_max(len(kv_indices) - 1)].int()
 
 
 def split_pool(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
-from mlakit.compat.flashinfer.arguments import LOG2_E, one_of, refuse, split_pool
+from mlakit.compat.flashinfer.arguments import LOG2_E, one_of, page_table_of, refuse, split_pool
 from mlakit.dispatch.checks import E4M3, FLOATS, Dims, UnsupportedError
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import CAUSAL, NULL
@@ -118,10 +118,9 @@ class BatchMLAPagedAttentionWrapper:
         batch, columns = _host_lengths(
             dims, qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size
         )
-        entries = kv_indptr[:batch].to(self.device)[:, None]
-        entries = entries + torch.arange(columns, device=self.device)
-        # past a request's pages: any that exist, never read
-        pages = kv_indices.to(self.device)[entries.clamp_max(len(kv_indices) - 1)].int()
+        pages = page_table_of(
+            kv_indptr[:batch].to(self.device), kv_indices.to(self.device), columns
+        )
         q_starts, kv_lens, table = qo_indptr, kv_len_arr, pages
         if self._buffers is None:
             q_starts, kv_lens = (

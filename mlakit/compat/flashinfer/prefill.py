@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit.cache.page_table import from_host
 from mlakit.compat.dense_prefill import attend
 from mlakit.compat.flashinfer.arguments import LOG2_E, one_of, refuse
 from mlakit.dispatch.checks import FLOATS, Dims
@@ -76,7 +75,7 @@ def single_prefill_with_kv_cache(
         dims.require(o_dtype == q.dtype, "o_dtype", f"be q's dtype, {q.dtype}", o_dtype)
     k, v = _tokens_first(dims, kv_layout, k=k, v=v)
     q_starts, kv_starts = (
-        {name: from_host([0, len(tensor)], torch.int32, tensor.device)}
+        {name: torch.arange(2, dtype=torch.int32, device=tensor.device) * len(tensor)}
         for name, tensor in (("q", q), ("k", k))
     )
     out, lse = attend(dims, q, k, v, q_starts, kv_starts, {"sm_scale": sm_scale}, causal)
