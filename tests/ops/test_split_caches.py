@@ -15,7 +15,7 @@ from mlakit.tools.testing import assert_same_bits
 from mlakit.tools.workloads import AppendCase, AppendRowsCase, DecodeCase, SparseCase
 
 every_format = pytest.mark.parametrize("format", SPLIT_FORMATS)
-each_backend = pytest.mark.parametrize("backend", ["cpu"])
+each_backend = pytest.mark.parametrize("backend", ["cpu", "triton"])
 FLOATS = {"bf16_split": "bf16", "fp16_split": "fp16", "fp32_split": "fp32"}
 
 
@@ -135,15 +135,10 @@ def test_results_are_those_of_joined_rows_bit_by_bit(format, backend):
             assert_same_bits("result", got, want)
 
 
+OPS = ("mla_decode", "sparse_mla", "append_rows", "norm_rope_quant_append", "indexer_logits")
 TAKEN = {
-    ("cpu", op): SPLIT_FORMATS
-    for op in (
-        "mla_decode",
-        "sparse_mla",
-        "append_rows",
-        "norm_rope_quant_append",
-        "indexer_logits",
-    )
+    **{("cpu", op): SPLIT_FORMATS for op in OPS},
+    **{("triton", op): SPLIT_FORMATS for op in OPS if op != "indexer_logits"},
 }
 
 
@@ -170,8 +165,8 @@ def str_of(format: str) -> str:
 
 
 @pytest.mark.parametrize("spec", selection.specs("sparse_mla"), ids=lambda spec: spec.name)
-def test_other_kernels_refuse_a_split_extra_cache(spec):
+def test_hopper_refuses_a_split_extra_cache(spec):
     device = {"cpu": ("cpu", 0)}.get(spec.backend, ("cuda", 90))
     uses = (Use.OTHER_EXTRA_FORMAT, Use.SPLIT_EXTRA)
     problem = Problem(*device, "torch.bfloat16", "bf16", 16, 64, RowShape(512, 64), uses=uses)
-    assert (spec.why_not(problem) is None) == (spec.backend == "cpu")
+    assert (spec.why_not(problem) is None) == (spec.backend != "hopper")

@@ -37,13 +37,13 @@ class CacheArguments(NamedTuple):
     """The rows of a cache."""
 
     payload: Tensor  # [pages, page_size, row], FP8 as uint8
-    scales: Tensor | None  # [pages, page_size, n], beside the rows
+    beside: Tensor | None  # [pages, page_size, n]: scales, or rotated columns
     tensor_scale: float  # of all rows; 1.0 where it is on the device
     device_scale: Tensor | None  # the same, on the device
     stride_page: int
     stride_row: int
-    stride_scales_page: int
-    stride_scales_row: int
+    stride_beside_page: int
+    stride_beside_row: int
 
 
 class OutputArguments(NamedTuple):
@@ -86,16 +86,17 @@ def query_arguments(latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query
 
 
 def cache_arguments(layer: CacheLayer) -> CacheArguments:
-    payload, scales, scale = as_bytes(layer.payload), layer.scales, layer.tensor_scale
+    payload, beside, scale = as_bytes(layer.payload), layer.beside, layer.tensor_scale
     host_scale, device_scale = 1.0, None
     if isinstance(scale, Tensor):
         device_scale = scale.to(payload.device)
     else:
         host_scale = float(scale)
-    scales_strides = (0, 0) if scales is None else scales.stride()[:2]
+    beside_strides = (0, 0) if beside is None else beside.stride()[:2]
+    beside = None if beside is None else as_bytes(beside)
     return CacheArguments(
-        *(payload, scales, host_scale, device_scale),
-        *(*payload.stride()[:2], *scales_strides),
+        *(payload, beside, host_scale, device_scale),
+        *(*payload.stride()[:2], *beside_strides),
     )
 
 

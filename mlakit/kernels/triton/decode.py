@@ -110,7 +110,7 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
             ROW=row_traits(layer, tiles, types, has_fp8=device.has_fp8),
             PAGE=layer.page_size,
             STRIDE_ROW=cache.stride_row,
-            STRIDE_SCALES_ROW=cache.stride_scales_row,
+            STRIDE_BESIDE_ROW=cache.stride_beside_row,
             IS_NEGATIVE=softmax_scale < 0,
             IS_UNCHAINED=config.is_unchained,
             CUTS_TILES=plan is not None and plan.tile % config.block_n > 0,

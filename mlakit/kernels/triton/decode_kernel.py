@@ -48,7 +48,7 @@ class Traits(NamedTuple):
     ROW: RowTraits
     PAGE: int  # rows of a page
     STRIDE_ROW: int
-    STRIDE_SCALES_ROW: int
+    STRIDE_BESIDE_ROW: int
     IS_NEGATIVE: bool
     IS_UNCHAINED: bool
     CUTS_TILES: bool  # items may begin inside a tile
@@ -149,7 +149,7 @@ def _attend(
     ROW: tl.constexpr = TRAITS.ROW
     PAGE: tl.constexpr = TRAITS.PAGE
     STRIDE_ROW: tl.constexpr = TRAITS.STRIDE_ROW
-    STRIDE_SCALES_ROW: tl.constexpr = TRAITS.STRIDE_SCALES_ROW
+    STRIDE_BESIDE_ROW: tl.constexpr = TRAITS.STRIDE_BESIDE_ROW
     IS_UNCHAINED: tl.constexpr = TRAITS.IS_UNCHAINED
     BM: tl.constexpr = TRAITS.BM
     BN: tl.constexpr = TRAITS.BN
@@ -200,15 +200,15 @@ def _attend(
         rows = _find_rows(
             cache.payload, pages, tile, cache.stride_page, STRIDE_ROW, BN, PAGE, IS_FLAT
         )
-        scales_at = None
-        if cache.scales is not None:
-            scales_at = _find_rows(
-                *(cache.scales, pages, tile, cache.stride_scales_page, STRIDE_SCALES_ROW),
+        beside = None
+        if cache.beside is not None:
+            beside = _find_rows(
+                *(cache.beside, pages, tile, cache.stride_beside_page, STRIDE_BESIDE_ROW),
                 *(BN, PAGE, IS_FLAT),
             )
         # looked up one tile ahead: its row loads then wait for no other load
         pages = _load_pages(entries, tile + 1, end, page_table.stride_entry, BN, PAGE, IS_FLAT)
-        latent, rope, factors = load_row_tile(rows, scales_at, is_read, ROW)
+        latent, rope, factors = load_row_tile(rows, beside, is_read, ROW)
         if IS_UNCHAINED:
             scores = score_keys(q, rotated_q, latent, rope, factors, ROW, scale_log2)
         else:

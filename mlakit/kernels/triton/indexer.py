@@ -227,7 +227,7 @@ def _indexer_logits_kernel(
                 key = tile * KEYS + tl.arange(0, KEYS)
                 is_read = (key >= begin) & (key < end)
                 if TRAITS.HAS_WHOLE_PAGES:
-                    row_at, scale_at = _locate_tile(
+                    row_at, beside_at = _locate_tile(
                         tile, entries, begin, end, page_table.stride_entry, cache, PAGE, KEYS
                     )
                 else:
@@ -235,16 +235,16 @@ def _indexer_logits_kernel(
                         key, entries, is_read, page_table.stride_entry, PAGE, IS_FLAT
                     )
                     row_at = page * cache.stride_page + in_page * cache.stride_row
-                    scales_page = page * cache.stride_scales_page
-                    scale_at = scales_page + in_page * cache.stride_scales_row
+                    beside_page = page * cache.stride_beside_page
+                    beside_at = beside_page + in_page * cache.stride_beside_row
                 rows = cache.payload + row_at
-                scales_at = None
-                if cache.scales is not None:
-                    scales_at = cache.scales + scale_at
+                beside = None
+                if cache.beside is not None:
+                    beside = cache.beside + beside_at
                 if tl.float8e4nv == ROW.DTYPE:
-                    latent, rope, factors = _load_fp8_tile(rows, scales_at, is_read, ROW)
+                    latent, rope, factors = _load_fp8_tile(rows, beside, is_read, ROW)
                 else:
-                    latent, rope, factors = load_row_tile(rows, scales_at, is_read, ROW)
+                    latent, rope, factors = load_row_tile(rows, beside, is_read, ROW)
                 logits = tl.zeros([KEYS, QUERIES], tl.float32)
                 for block in range(HEAD_BLOCKS):
                     if HEAD_BLOCKS > 1:
@@ -265,14 +265,14 @@ def _indexer_logits_kernel(
 def _locate_tile(
     tile, entries, begin, end, stride_entry, cache, PAGE: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Offsets int64 [KEYS] of the rows and of the scales of a key tile that is part of a page, or a
-    few whole pages: one load per page instead of one per key."""
+    """Offsets int64 [KEYS] of the rows, and of what is beside them, of a key tile that is part of
+    a page, or a few whole pages: one load per page instead of one per key."""
     row = tl.arange(0, KEYS)
     PAGES: tl.constexpr = KEYS // PAGE if KEYS > PAGE else 1
     first = tile * KEYS
     in_page = (row % PAGE if KEYS > PAGE else first % PAGE + row).to(tl.int64)
     page_at = tl.zeros([KEYS], tl.int64)
-    scales_at = tl.zeros([KEYS], tl.int64)
+    beside_at = tl.zeros([KEYS], tl.int64)
     for i in tl.static_range(PAGES):
         key = first + i * PAGE
         is_read = (key < end) & (key + PAGE > begin)
@@ -281,9 +281,9 @@ def _locate_tile(
         # a product, not a choice, of which Triton 3.9 does not see how addresses are aligned
         is_own = (row // PAGE == i).to(tl.int64) if PAGES > 1 else 1
         page_at += is_own * (page * cache.stride_page)
-        scales_at += is_own * (page * cache.stride_scales_page)
+        beside_at += is_own * (page * cache.stride_beside_page)
     row_at = page_at + in_page * cache.stride_row
-    return row_at, scales_at + in_page * cache.stride_scales_row
+    return row_at, beside_at + in_page * cache.stride_beside_row
 
 
 @triton.jit

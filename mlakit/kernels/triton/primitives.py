@@ -126,11 +126,12 @@ def widen_e4m3(stored, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(dtype)
 
 
-# Cache rows. `rows` are pointers [keys] to payload rows (FP8 as uint8), `scales` to the scales
-# beside them, or None. ROW is a `rows.RowTraits`: latent columns come in ROW.PIECES tiles of
-# ROW.WIDTH columns, a power of two. In a format with one scale per group of columns a piece is at
-# most a group: each piece then has one scale per key, which multiplies dot products over the piece
-# instead of its columns. If such groups have rotated columns too, these are the last pieces.
+# Cache rows. `rows` are pointers [keys] to payload rows (FP8 as uint8), `beside` to what is beside
+# them, scales or rotated columns, or None. ROW is a `rows.RowTraits`: latent columns come in
+# ROW.PIECES tiles of ROW.WIDTH columns, a power of two. In a format with one scale per group of
+# columns a piece is at most a group: each piece then has one scale per key, which multiplies dot
+# products over the piece instead of its columns. If such groups have rotated columns too, these are
+# the last pieces.
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def _dequant_e8m0(stored, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexp
 
 
 @triton.jit
-def load_rope(rows, is_read, ROW: tl.constexpr):
+def load_rope(rows, beside, is_read, ROW: tl.constexpr):
     """Rotated columns [keys, ROW.ROPE_WIDTH] in ROW.ROPE_DTYPE as stored; 0 past D_R and in rows
     that are not read."""
     DTYPE: tl.constexpr = ROW.ROPE_DTYPE
@@ -184,6 +185,9 @@ def load_rope(rows, is_read, ROW: tl.constexpr):
     mask = is_read[:, None]
     if ROW.ROPE_WIDTH > ROW.D_R:
         mask = mask & (column < ROW.D_R)[None, :]
+    if ROW.FORMAT.ROPE_AT < 0:
+        stored = tl.load(beside[:, None] + column[None, :], mask=mask, other=0)
+        return widen_e4m3(stored, DTYPE, ROW.HAS_FP8) if ROW.FORMAT.IS_E4M3 else stored.to(DTYPE)
     if not ROW.FORMAT.IS_E4M3:
         return tl.load(rows[:, None] + (ROW.D_C + column)[None, :], mask=mask, other=0).to(DTYPE)
     if ROW.FORMAT.IS_E4M3 and not ROW.FORMAT.IS_BF16_ROPE:
@@ -230,7 +234,7 @@ def _load_block_factors(rows, is_read, ROW: tl.constexpr):
 
 
 @triton.jit
-def load_row_tile(rows, scales, is_read, ROW: tl.constexpr, HAS_FACTOR_TILE: tl.constexpr = False):
+def load_row_tile(rows, beside, is_read, ROW: tl.constexpr, HAS_FACTOR_TILE: tl.constexpr = False):
     """Return (latent, rope, factors) of a tile of keys.
 
     latent   a tuple of ROW.PIECES [keys, ROW.WIDTH] in ROW.DTYPE, as stored
@@ -248,16 +252,16 @@ def load_row_tile(rows, scales, is_read, ROW: tl.constexpr, HAS_FACTOR_TILE: tl.
         block_factors = _load_block_factors(rows, is_read, ROW)
         column = tl.arange(0, block_factors.shape[1])[None, :]
     for piece in tl.static_range(PIECES):
-        latent += (load_latent(rows, scales, is_read, piece, ROW),)
+        latent += (load_latent(rows, beside, is_read, piece, ROW),)
         if AT_ONCE:
             factors += (tl.sum(tl.where(column == piece, block_factors, 0.0), 1),)
         elif ROW.FACTORS == "piece":
-            factors += (load_factor(rows, scales, is_read, piece, ROW),)
+            factors += (load_factor(rows, beside, is_read, piece, ROW),)
     if ROW.FACTORS == "row":
-        factors = (load_factor(rows, scales, is_read, 0, ROW),)
+        factors = (load_factor(rows, beside, is_read, 0, ROW),)
     rope = latent[0]  # not None: a returned tuple cannot hold it
     if ROW.ROPE_WIDTH > 0:
-        rope = load_rope(rows, is_read, ROW)
+        rope = load_rope(rows, beside, is_read, ROW)
     return latent, rope, factors
 
 

@@ -137,7 +137,7 @@ def _row_lists(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> RowLists
     cache = cache_arguments(layer)
     if _pages_adjoin(layer):
         cache = cache._replace(
-            stride_page=cache.stride_row, stride_scales_page=cache.stride_scales_row
+            stride_page=cache.stride_row, stride_beside_page=cache.stride_beside_row
         )
     return RowLists(cache, rows, lens, rows.stride(1), stride_of(lens, 0))
 

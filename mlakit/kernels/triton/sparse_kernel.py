@@ -284,13 +284,13 @@ def _attend_list(
         is_valid = slot >= 0
         page, in_page = _split_slot(tl.maximum(slot, 0), entries.page_size, PAGE)
         rows = cache.payload + (page * cache.stride_page + in_page * cache.stride_row)
-        scales_at = None
-        if cache.scales is not None:
-            scale_at = page * cache.stride_scales_page + in_page * cache.stride_scales_row
-            scales_at = cache.scales + scale_at
+        beside = None
+        if cache.beside is not None:
+            beside_at = page * cache.stride_beside_page + in_page * cache.stride_beside_row
+            beside = cache.beside + beside_at
         # looked up one tile ahead: its row loads then wait for no other load
         slot = _load_slots(entries, tile + 1, lists.stride_entry, BN)
-        latent, rope, factors = load_row_tile(rows, scales_at, is_valid, ROW, True)
+        latent, rope, factors = load_row_tile(rows, beside, is_valid, ROW, True)
         if IS_UNCHAINED:
             scores = score_keys(q, q_rope, latent, rope, factors, ROW, scale_log2)
         else:

@@ -52,6 +52,7 @@ class StoreTraits(NamedTuple):
     SMALLEST: float  # scale
     ALIGNED: bool  # rows start at multiples of 4 bytes
     HAS_FP8: bool
+    IS_SPLIT: bool  # rope columns are beside the rows
     LATENT_TILE: int  # D_C padded
     PAIRS: int  # D_R / 2 padded
 
@@ -68,7 +69,7 @@ def store_latent(
     ROW: tl.constexpr,  # `StoreTraits`
 ):
     """Quantise and store the latent columns and their scales. Returns the scale of the rope
-    columns, [T, 1, 1], and pointers [T] to where they store scales of their own."""
+    columns, [T, 1, 1], and pointers [T] to where their own scales, or they, are stored."""
     D_C: tl.constexpr = ROW.D_C
     SCALING: tl.constexpr = ROW.SCALING
     GROUP: tl.constexpr = ROW.GROUP
@@ -77,8 +78,8 @@ def store_latent(
     LATENT_TILE: tl.constexpr = latent.shape[1]
     rope_scale = tl.zeros_like(page).to(tl.float32)[:, None, None]
     beside = row
-    if cache.scales is not None:
-        beside = cache.scales + page * cache.stride_scales_page + offset * cache.stride_scales_row
+    if cache.beside is not None:
+        beside = cache.beside + page * cache.stride_beside_page + offset * cache.stride_beside_row
     if SCALING == TENSOR_SCALE:
         rope_scale += cache.tensor_scale
         if cache.device_scale is not None:
@@ -110,7 +111,7 @@ def store_rope(
     y1,
     row,  # pointers [T] to the rows
     is_stored,  # [T]
-    rope_scale,  # (scale, pointers to scales) of `store_latent`
+    rope_scale,  # (scale, pointers beside the rows) of `store_latent`
     ROW: tl.constexpr,  # `StoreTraits`
     INTERLEAVED: tl.constexpr,
 ):
@@ -118,7 +119,7 @@ def store_rope(
     D_C: tl.constexpr = ROW.D_C
     SCALING: tl.constexpr = ROW.SCALING
     GROUP: tl.constexpr = ROW.GROUP
-    scale, scales_at = rope_scale
+    scale, beside = rope_scale
     STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else row.dtype.element_ty
     IS_BF16: tl.constexpr = SCALING >= TOKEN_SCALE and SCALING <= FOOTER_SCALES
     ROPE_STORED: tl.constexpr = tl.bfloat16 if IS_BF16 else STORED
@@ -127,9 +128,10 @@ def store_rope(
     if SCALING >= TENSOR_SCALE and SCALING <= TOKEN_SCALE:
         y0, y1 = divide(y0, scale), divide(y1, scale)
     elif SCALING == GROUP_SCALES:
-        y0, y1 = _scale_groups(y0, y1, scales_at, is_stored, ROW, INTERLEAVED)
+        y0, y1 = _scale_groups(y0, y1, beside, is_stored, ROW, INTERLEAVED)
+    at = beside if ROW.IS_SPLIT else row + D_C + INLINE_BYTES
     store_pairs(
-        *((row + D_C + INLINE_BYTES)[:, None, None], is_stored[:, None, None], y0, y1),
+        *(at[:, None, None], is_stored[:, None, None], y0, y1),
         *(ROPE_STORED, ROW.D_R, ROW.PAIRS, INTERLEAVED, ROW.ALIGNED, ROW.HAS_FP8),
     )
 
@@ -176,6 +178,7 @@ def store_traits(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> Sto
         SMALLEST=SMALLEST_TOKEN_SCALE if scaling == TOKEN_SCALE else SMALLEST_SCALE,
         ALIGNED=rows_are_aligned(layer),
         HAS_FP8=has_fp8,
+        IS_SPLIT=layer.codec.is_split,
         LATENT_TILE=latent_tile,
         PAIRS=triton.next_power_of_2(max(row.qk_rope_head_dim // 2, 1)),
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import AMD, arch_name, is_amd
-from mlakit.dispatch.specs import KernelSpec, Problem, Use
+from mlakit.dispatch.specs import KernelSpec, Problem
 from mlakit.formats import FORMATS, GROUP_FORMATS, SPLIT_FORMATS
 from mlakit.model.masks import INTERVAL_TRAITS
 
@@ -19,10 +19,6 @@ OLDEST_ARCH = 80
 
 
 def _why_not(problem: Problem) -> str | None:
-    if problem.format in SPLIT_FORMATS:
-        return f"needs rows in one tensor, got {problem.format}"
-    if Use.SPLIT_EXTRA in problem.uses:
-        return Use.SPLIT_EXTRA.refusal
     if problem.device == "cuda":
         if is_amd(problem.arch):
             return None if problem.arch in AMD else _needs_amd(problem.arch)
@@ -48,8 +44,18 @@ def _spec(op: str, topic: str) -> KernelSpec:
 
 def _general_why_not(problem: Problem) -> str | None:
     if problem.format in GROUP_FORMATS:
-        return f"needs rows of {' or '.join(FORMATS)}, got {problem.format}"
+        return _needs_general(problem)
     return _why_not(problem)
+
+
+def _why_not_indexer(problem: Problem) -> str | None:
+    if problem.format in SPLIT_FORMATS:
+        return _needs_general(problem)
+    return _general_why_not(problem)
+
+
+def _needs_general(problem: Problem) -> str:
+    return f"needs rows of {' or '.join(FORMATS)}, got {problem.format}"
 
 
 _DECODE_PLANNER = f"{__package__}.decode:plan_mla_decode"
@@ -65,7 +71,7 @@ SPECS = (
     _spec("mla_prefill", "prefill"),
     replace(_spec("mla_decode", "decode"), planner=_DECODE_PLANNER),
     replace(_spec("sparse_mla", "sparse"), predicate=_general_why_not),
-    replace(_spec("indexer_logits", "indexer"), predicate=_general_why_not),
+    replace(_spec("indexer_logits", "indexer"), predicate=_why_not_indexer),
     _spec("indexer_topk", "indexer_topk"),
     replace(_spec("indexer_select", "indexer_topk"), planner=_QUERY_BLOCKS),
     _spec("physical_rows", "physical_rows"),

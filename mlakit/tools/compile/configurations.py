@@ -31,6 +31,7 @@ from mlakit.tools.workloads import (
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 AMD_ARCHITECTURES = tuple(AMD)
+COMPILED_SPLIT = ("bf16_split", "fp8_split")  # fp16 and fp32 rows load and store alike
 V3_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 V4_ROW = {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512}
 
@@ -156,6 +157,9 @@ CONFIGURATIONS: dict[str, Case] = {
     "indexer-no-heads": _index_keys(format="bf16", heads=0),
     **{f"append-{format}": _append(format) for format in GROUP_FORMATS},
     **{f"decode-h16-{format}": _decode(format, 16) for format in GROUP_FORMATS},
+    **{f"append-{format}": _append(format) for format in COMPILED_SPLIT},
+    **{f"decode-h16-{format}": _decode(format, 16) for format in COMPILED_SPLIT},
+    **{f"sparse-h16-{format}": _sparse(format, 16) for format in COMPILED_SPLIT},
 }
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, TypeVar
 
-from mlakit.formats import FORMATS, Format, row_codec
+from mlakit.formats import FORMATS, SPLIT_FORMATS, Format, row_codec, split_format
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import KINDS, WINDOWED
 from mlakit.tools.workloads.append_rows import AppendRowsCase
@@ -113,6 +113,15 @@ def _cached(draw: Draw, format: Format) -> dict[str, Any]:
     }
 
 
+def _cached_or_split(draw: Draw, format: Format) -> dict[str, Any]:
+    """`_cached`, often in two tensors where such rows can be."""
+    shape = _cached(draw, format)
+    has_scales = f"{format}_split" not in SPLIT_FORMATS
+    if has_scales or shape["qk_rope_head_dim"] == 0 or shape["v_width"] > shape["kv_lora_rank"]:
+        return shape
+    return {**shape, "format": split_format(format)} if draw.flip() else shape
+
+
 def _query_dtype(draw: Draw, format: Format) -> str:
     return draw.choice((format, "e4m3") if format in PLAIN else (*PLAIN, "e4m3"))
 
@@ -166,7 +175,7 @@ def _scheduled(draw: Draw) -> dict[str, Any]:
 
 
 def append_case(draw: Draw, format: Format) -> AppendCase:
-    shape = _cached(draw, format)
+    shape = _cached_or_split(draw, format)
     steps = _lengths(draw, shape["page_size"])
     steps["kv_lens"] = tuple(map(max, steps["kv_lens"], steps["q_lens"]))
     world = draw.choice((1, 1, 2, 3))
@@ -193,7 +202,7 @@ def append_case(draw: Draw, format: Format) -> AppendCase:
 
 def append_rows_case(draw: Draw, format: Format) -> AppendRowsCase:
     return AppendRowsCase(
-        **_cached(draw, format),
+        **_cached_or_split(draw, format),
         num_tokens=draw.integer(0, 40),
         num_pages=draw.integer(1, 4),
         skipped=draw.choice((0.3, 0.0, 1.0)),
@@ -232,7 +241,7 @@ def _prefill_fp8_case(draw: Draw, fields: dict[str, Any]) -> PrefillFp8Case:
 def decode_case(draw: Draw, format: Format) -> DecodeCase:
     if draw.model_widths and format in ("bf16", "fp16") and draw.flip():
         return _plain_decode_case(draw, format)
-    shape = _cached(draw, format)
+    shape = _cached_or_split(draw, format)
     requests = _lengths(draw, shape["page_size"])
     return DecodeCase(
         **shape,
@@ -278,7 +287,7 @@ def sparse_case(draw: Draw, format: Format) -> SparseCase:
     if is_large:
         attending["heads"] = draw.integer(33, 130)
     return SparseCase(
-        **_cached(draw, format),
+        **_cached_or_split(draw, format),
         **attending,
         num_pages=draw.integer(1, 5),
         num_tokens=draw.integer(0, 4 if is_large else 12),

@@ -22,6 +22,7 @@ from mlakit.formats import FORMATS, GROUP_FORMATS
 from mlakit.tools import cli, support
 from mlakit.tools.compile import compilation, configurations
 from mlakit.tools.compile.compilation import Compiled
+from mlakit.tools.compile.configurations import COMPILED_SPLIT
 from mlakit.tools.compile.spills import SPILL_BOUNDS, spill_bound
 
 MERGE = Compiled("merge-2", 90, "_kernel", 32, shared_bytes=512, shared_limit=1024)
@@ -260,9 +261,9 @@ def test_the_named_checks_leave_nothing_out():
     cases = configurations.CONFIGURATIONS.values()
     assert {case.op for case in cases} == set(selection.OPS)
     for op, formats in {
-        "norm_rope_quant_append": (*FORMATS, *GROUP_FORMATS),
-        "mla_decode": (*FORMATS, *GROUP_FORMATS),
-        "sparse_mla": FORMATS,
+        "norm_rope_quant_append": (*FORMATS, *GROUP_FORMATS, *COMPILED_SPLIT),
+        "mla_decode": (*FORMATS, *GROUP_FORMATS, *COMPILED_SPLIT),
+        "sparse_mla": (*FORMATS, *COMPILED_SPLIT),
     }.items():
         assert {case.format for case in cases if case.op == op} == set(formats)
 
