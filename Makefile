@@ -47,7 +47,7 @@ RECORD ?= .gpu-record
 FROM ?= .gpu-record
 
 .PHONY: demo quick test test-all venv lint types unit thorough emulate compile compile-all oldest oldest-torch docs
-.PHONY: test-gpu gpu-commit gpu-record house figures
+.PHONY: test-gpu gpu-commit gpu-record house figures reference
 .PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang test-hub
 .DEFAULT_GOAL := test
 
@@ -166,6 +166,10 @@ mutants: $(INSTALLED)
 # the tables of docs/measured.md and README.md, from the reports in docs/data
 figures:
 	$(PYTHON) scripts/docs/figures.py
+
+# the signatures, arguments and members in docs/api, from the code
+reference: $(INSTALLED)
+	$(BIN)/python scripts/docs/reference.py
 
 # counts of what keeps the code base small: lines, arguments of kernels, fragments, long sentences
 house: $(INSTALLED)

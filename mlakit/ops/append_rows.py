@@ -35,9 +35,9 @@ def append_rows(
 
         cache[slots[t]] = quantise([ latent[t] | k_rope[t] ])
 
-    latent     [tokens, D_C]
-    k_rope     [tokens, D_R]; None where the rows of the cache have no rope columns. So index keys
-               are appended: `append_rows(keys, None, index_cache, slots)`
+    latent     [tokens, D_C] bf16, fp16 or float32: columns of the values
+    k_rope     [tokens, D_R] in latent's dtype; None where the rows of the cache have no rope
+               columns. So index keys are appended: `append_rows(keys, None, index_cache, slots)`
     slots      [tokens] int32 or int64 row of each token, page · page_size + offset (vLLM's
                slot_mapping); no two tokens have the same. −1: the token is not stored, and its
                latent is not read

@@ -61,8 +61,9 @@ def mla_decode(
 
         score = q·row · softmax_scale    out = softmax(score) @ row[:v_width]
 
-    q          [tokens, heads, D_C + D_R] absorbed and rotated, or [tokens, heads, D_C] with
-    q_rope     [tokens, heads, D_R]
+    q          [tokens, heads, D_C + D_R] bf16, fp16, float32 or e4m3: absorbed and rotated. With
+               q_rope it is the absorbed part alone, [tokens, heads, D_C]
+    q_rope     [tokens, heads, D_R] in q's dtype: the rotated part
     q_scale    [tokens] float32, multiplies q (for e4m3 queries)
     page_table [batch, max_pages] int32, or (kv_starts [batch + 1], slots); entries past a request's
                last page are not read

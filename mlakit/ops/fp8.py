@@ -33,11 +33,14 @@ def quantize_fp8(
 
         s = min(amax, scale_ub) / 448        q = e4m3(clamp(x · 1/s, ±448))
 
-    x  [M, K] or [batch, M, K]; its rows may be strided
+    x         [M, K] or [batch, M, K] bf16, fp16 or float32; its rows may be strided
+    group     columns that share a scale
+    scale_ub  bounds amax; entries beyond it saturate
+    scales    float32 to write the scales to
 
     Returns q in x's shape and scales [ceil(K / group), M rounded up to 4] float32 (after the batch
-    axis): transposed, as `scaled_mm_fp8` reads them. `scale_ub` bounds amax; entries beyond it
-    saturate. A group of zeros has scale 0. The last group may be short. Padding entries are 0.
+    axis): transposed, as `scaled_mm_fp8` reads them. A group of zeros has
+    scale 0. The last group may be short. Padding entries are 0.
     """
     arguments = QuantizeArguments(x=x, group=group, scale_ub=scale_ub, backend=backend)
     return _quantize(arguments, out, scales)
@@ -61,8 +64,12 @@ def scaled_mm_fp8(
 
     with g = k_group, h = n_group.
 
-    a        [M, K] e4m3, a_scale [ceil(K / k_group), at least M] float32 (`quantize_fp8`)
-    b        [N, K] e4m3, b_scale [ceil(N / n_group), ceil(K / k_group)] float32
+    a        [M, K] e4m3: the left matrix
+    a_scale  [ceil(K / k_group), at least M] float32, as `quantize_fp8` gives it
+    b        [N, K] e4m3: the right matrix, transposed
+    b_scale  [ceil(N / n_group), ceil(K / k_group)] float32: a scale of each block of b
+    n_group  rows of b that share a scale
+    k_group  columns of a and b that share a scale
     out      [M, N] in `out_dtype`, any strides with a contiguous last axis; e4m3 saturates
 
     All of them may have a leading batch axis.

@@ -51,8 +51,9 @@ def indexer_logits(
 
         logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j])
 
-    q           [tokens, index_heads, D]; for e4m3 its scale goes into `weights`
-    weights     [tokens, index_heads] float32
+    q           [tokens, index_heads, D] bf16, fp16, float32 or e4m3; for e4m3 its scale goes
+                into `weights`
+    weights     [tokens, index_heads] float32 weight of each head in the sum
     cache       index keys, rows of D columns in any format; `PagedLatentCache.wrap_index_keys`
                 sees the 132-byte pages of vLLM and DeepGEMM as one
     page_table, kv_lens, q_starts, mask   as in `mla_decode`; no padding after the queries
@@ -91,7 +92,8 @@ def indexer_topk(
 ) -> Tensor:
     """The columns of the k largest logits of every row, int32 [tokens, k].
 
-    logits      [tokens, columns] float32
+    logits      [tokens, columns] float32: those of `indexer_logits`
+    k           columns to select for each row
     row_starts  [tokens] int32: a row's first column, and what its result counts from; None: 0
     row_ends    [tokens] int32: one past its last column; None: all columns
 

@@ -41,6 +41,7 @@ def indexer_select(
     """The physical rows of the k best keys of every query, ready for `sparse_mla`.
 
     q, weights, cache, page_table, kv_lens, q_starts, mask   as in `indexer_logits`
+    k                rows to select for each query
     max_kv_len       at least every kv_len; None: what the page table can hold. A decode step scores
                      no key beyond it
     max_score_bytes  scores held at the same time, at least those of one query: longer prompts are

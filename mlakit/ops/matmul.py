@@ -20,8 +20,9 @@ def batched_matmul(
 ) -> Tensor:
     """a [batch, M, K] @ b [batch, N, K]ᵀ, accumulated in float32 and rounded once.
 
-    a and b may have any strides; `out` [batch, M, N] is in a's dtype, or given in any other, with a
-    contiguous last axis.
+    a    [batch, M, K] bf16, fp16 or float32, any strides
+    b    [batch, N, K] in a's dtype, any strides
+    out  [batch, M, N] in a's dtype, or given in any other, with a contiguous last axis
     """
     (result,) = _matmul(BatchedMatmulArguments(a=a, b=b, backend=backend), out)
     return result

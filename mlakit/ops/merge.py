@@ -31,9 +31,9 @@ def merge_states(
 
         lse = log Σ_p exp lse_p        out = Σ_p exp(lse_p − lse) out_p
 
-    outs  one [tokens, heads, v_width] per part, which may differ in their dtypes; not read where
-          the part's lse is −inf
-    lses  one [tokens, heads] float32 per part, natural log
+    outs  [tokens, heads, v_width] bf16, fp16 or float32 of each part, which may differ in their
+          dtypes; not read where the part's lse is −inf
+    lses  [tokens, heads] float32 of each part, natural log
     sink  [heads] float32 logit that joins out's denominator only
 
     Returns out in the dtype of the first part, or given in any other, and lse float32; 0 and −inf

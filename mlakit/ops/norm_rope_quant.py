@@ -57,32 +57,32 @@ def norm_rope_quant_append(
 
         q_rope' = R(position) q_rope      row = [ x · rsqrt(mean x² + ε) · γ , R(position) k_rope ]
 
-    q_rope     [tokens, heads, D_R]
-    kv         [tokens, D_C + D_R] raw latents x, then the raw shared key k_rope
-    freqs      [positions, D_R] cos0, sin0, cos1, sin1, …; the rotation rounds in this dtype, and
-               its results, the stored key's too, are rounded to that of q_rope
-    gamma      [D_C]; the norm is float32, rounded to this dtype, then multiplied. None: x is stored
-               as it is, without a norm; `epsilon` has no effect
+    q_rope     [tokens, heads, D_R] bf16, fp16 or float32 queries, not rotated yet
+    kv         [tokens, D_C + D_R] bf16, fp16 or float32: raw latents x, then the raw shared
+               key k_rope
+    freqs      [positions, D_R] bf16, fp16 or float32: cos0, sin0, cos1, sin1, …; the rotation
+               rounds in this dtype, and its results, the stored key's too, are rounded to that of
+               q_rope
+    gamma      [D_C] bf16, fp16 or float32; the norm is float32, rounded to this dtype, then
+               multiplied. None: x is stored as it is, without a norm; `epsilon` has no effect
     page_table as in `mla_decode`
     kv_lens    [batch] int32, as in `mla_decode`, tokens the cache holds once this step's are in it:
                new token i of a request with q_len of them is at position kv_len − q_len + i
     q_starts   [batch + 1] int32 rows of q per request; None means one new token each. Rows after
                q_starts[-1] are padding: not read, not stored, and not written in q_rope_out
     positions  [tokens] int32 or int64 row of freqs of each token, if it is not its position in the
-               request; rows of the cache stay those of kv_lens
+               request; rows of the cache stay those of kv_lens. That of a token with slot −1 may be
+               anything: outside of freqs, its query becomes 0
     rope       "interleaved" rotates pairs (0, 1), (2, 3), …; "half" pairs (p, p + D_R/2)
     kv_shard   (rank, world, interleave), as in `mla_decode`: only tokens at positions p with
                (p // interleave) % world == rank are stored, by the page table or the slots of this
                rank; all queries are rotated. kv_lens stays global
-    q_rope_out where the rotated queries go: q_rope itself, a strided slice, or e4m3 (saturating)
-
-    Instead of page_table, kv_lens and q_starts:
-
-    slots      [tokens] int32 or int64 row of each token, page · page_size + offset; no two tokens
-               have the same. −1: the token is not stored. With kv_shard, slots of tokens that
-               other ranks store are not read
-    positions  [tokens] int32 or int64 position of each token, its row of freqs. That of a token
-               with slot −1 may be anything: outside of freqs, its query becomes 0
+    q_rope_out [tokens, heads, D_R] bf16, fp16, float32 or e4m3 (saturating): where the rotated
+               queries go, q_rope itself or a strided slice
+    slots      [tokens] int32 or int64 row of each token, page · page_size + offset, in place of
+               page_table, kv_lens and q_starts; `positions` must then be given. No two tokens have
+               the same. −1: the token is not stored. With kv_shard, slots of tokens that other
+               ranks store are not read
 
     Returns the rotated queries. Nothing but them and the new tokens' cache rows is written.
 

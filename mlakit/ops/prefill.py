@@ -46,9 +46,11 @@ def mla_prefill(
         score = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)]
         out   = softmax(score) @ v                                 lse = log Σ exp score
 
-    q            [tokens, heads, D_N + D_R]
-    k_nope       [keys, heads, D_N], v [keys, heads, D_V], k_rope [keys, D_R]: as they are, strided
-                 and apart; nothing is concatenated
+    q            [tokens, heads, D_N + D_R] bf16, fp16, float32 or e4m3: rotated queries
+    k_nope       [keys, heads, D_N] in q's dtype; it, v and k_rope are read where they are, strided
+                 and apart
+    k_rope       [keys, D_R] in q's dtype, shared by all heads
+    v            [keys, heads, D_V] in q's dtype: the values of each head
     q_starts     [batch + 1] int32: request b has queries q_starts[b] to q_starts[b + 1]. Rows after
                  q_starts[-1] are padding: not read, and left as they are in out and lse
     kv_starts    [batch + 1] int32: and these keys, of which its queries are the newest
@@ -60,7 +62,7 @@ def mla_prefill(
     keys_per_scale  1, or 128: k_scale [blocks] and v_scale [blocks, heads] then have one for each
                  128 keys of a request. Request b has those from kv_starts[b] // 128 + b on, of
                  keys // 128 + batch blocks; blocks without keys are not read
-    alibi_slopes [heads] float32
+    alibi_slopes [heads] float32: slope of the bias by distance of each head
     sink         [heads] float32 logit that joins out's denominator only
     out, lse     to write to; on a GPU they share no memory with the other arguments
 

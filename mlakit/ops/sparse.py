@@ -62,13 +62,15 @@ def sparse_mla(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of every query token over the rows its own list names; prefill and decode alike.
 
-    q          [tokens, heads, D_C + D_R] absorbed and rotated, or [tokens, heads, D_C] with
-    q_rope     [tokens, heads, D_R]
+    q          [tokens, heads, D_C + D_R] bf16, fp16, float32 or e4m3: absorbed and rotated. With
+               q_rope it is the absorbed part alone, [tokens, heads, D_C]
+    q_rope     [tokens, heads, D_R] in q's dtype: the rotated part
     q_scale    [tokens] float32, multiplies q (for e4m3 queries)
     rows       [tokens, topk] int32 physical rows, page · page_size + offset; a negative or too
                large one does not count, a repeated one counts each time
     topk_lens  [tokens] int32: list entries from here on do not count; None: all may
     sink       [heads] float32 logit that joins out's denominator only
+    max_logits [tokens, heads] float32 to write the largest logits to, as out and lse
     extra      a second cache with its own lists, attended together with the first
     plan       how many parts a list is attended in; never changes a result beyond rounding
 

@@ -29,6 +29,11 @@ class Entry(NamedTuple):
 
 def markdown_of(docstring: str) -> str:
     """A docstring, its indentation already removed, as Markdown."""
+    return "\n\n".join(_block(lines) for lines in blocks_of(docstring))
+
+
+def blocks_of(docstring: str) -> list[list[str]]:
+    """The paragraphs and indented blocks of a docstring, as lines."""
     blocks: list[list[str]] = []
     for block in re.split(r"\n\s*\n", docstring.strip("\n")):
         lines = block.splitlines()
@@ -36,7 +41,7 @@ def markdown_of(docstring: str) -> str:
             blocks[-1] += ["", *lines]  # a blank line inside an indented block
         else:
             blocks.append(lines)
-    return "\n\n".join(_block(lines) for lines in blocks)
+    return blocks
 
 
 def trailing_comment(source: str) -> str:
@@ -58,15 +63,15 @@ def _is_code(lines: list[str]) -> bool:
 def _block(lines: list[str]) -> str:
     if _is_code(lines):
         return "\n".join(["```text", *(line.removeprefix(INDENT) for line in lines), "```"])
-    entries, used = _entries(lines)
+    entries, used = entries_of(lines)
     if not entries:
-        return _escaped("\n".join(lines))
-    items = [f"`{name}`\n:   {_escaped(' '.join(texts))}" for name, texts in entries]
+        return escaped("\n".join(lines))
+    items = [f"`{name}`\n:   {escaped(' '.join(texts))}" for name, texts in entries]
     rest = [_block(lines[used:])] if used < len(lines) else []
     return "\n\n".join([*items, *rest])
 
 
-def _entries(lines: list[str]) -> tuple[list[Entry], int]:
+def entries_of(lines: list[str]) -> tuple[list[Entry], int]:
     """The entries at the start of a block, and their number of lines."""
     matches = (IN_COLUMNS.fullmatch(line) for line in lines)
     column = next((match.start("text") for match in matches if match), 0)
@@ -86,7 +91,7 @@ def _entries(lines: list[str]) -> tuple[list[Entry], int]:
     return entries, len(lines)
 
 
-def _escaped(prose: str) -> str:
+def escaped(prose: str) -> str:
     """Escape stars and angle brackets outside code."""
     parts = re.split(r"(`[^`]*`)", prose)
     return "".join(

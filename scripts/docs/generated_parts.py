@@ -25,6 +25,8 @@ from mlakit.tools.bench import peers
 
 HELP_COLUMNS = 88  # the width of a page
 SUITE = re.compile(r"^The suite `([a-z0-9-]+)`: ", flags=re.MULTILINE)
+# mkdocstrings writes its own version of what scripts/docs/reference.py has written
+API_ENTRY = re.compile(r"^<!-- api: (\S+) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 MARKER = re.compile(r"^<!-- generated: ([a-z]+) -->$", flags=re.MULTILINE)
 
 
@@ -147,4 +149,4 @@ def filled(markdown: str) -> str:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by MkDocs with the text of every page: fills markers and links names."""
-    return linked(filled(markdown), api_entries())
+    return linked(filled(API_ENTRY.sub(r"::: \1", markdown)), api_entries())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-ENTRY = re.compile(r"^::: (\S+)$", flags=re.MULTILINE)
+ENTRY = re.compile(r"^(?:::: |<!-- api: )(\S+)(?: -->)?$", flags=re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
 # not within a link, and not in a heading: that would change its anchor
 NAME = re.compile(r"^#.*$|(?<![\[`])`([A-Za-z_][\w.]*)`(?!`)", flags=re.MULTILINE)

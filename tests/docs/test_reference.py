@@ -8,8 +8,9 @@ import re
 
 import generated_parts
 import pytest
+import reference
 from docstring_markdown import markdown_of, trailing_comment
-from links import api_entries, linked
+from links import ENTRY, api_entries, linked
 from torch import nn
 from typer.main import get_command
 
@@ -22,9 +23,7 @@ PAGES = {
     path.relative_to(ROOT / "docs").as_posix(): path.read_text(encoding="utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md"))
 }
-ENTRIES = [
-    name for text in PAGES.values() for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)
-]
+ENTRIES = [name for text in PAGES.values() for name in ENTRY.findall(text)]
 # of these modules every public name has an entry
 WHOLE_MODULES = (
     "mlakit",
@@ -69,6 +68,34 @@ def test_every_entry_names_something_and_none_is_there_twice():
     for entry in ENTRIES:
         assert resolved(entry) is not None
     assert len(set(ENTRIES)) == len(ENTRIES)
+
+
+def test_the_committed_reference_is_as_the_code_has_it():
+    assert [path.name for path in reference.stale()] == [], "run `make reference`"
+
+
+def test_a_changed_signature_makes_a_page_stale():
+    page = "<!-- api: mlakit.merge_states -->\n<!-- end -->"
+    written = reference.filled(page)
+    assert "outs, lses, *, sink=None," in written
+    assert reference.filled(written) == written
+    assert reference.filled(written.replace("sink=None", "sink=0")) == written
+
+
+def test_every_argument_of_an_op_is_described_with_shape_and_dtype():
+    results = {"out", "lse", "scales"}  # described by what the op returns
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in PAGES["api/ops.md"].splitlines()
+        if line.startswith("| `")
+    ]
+    arguments = [row for row in rows if len(row) == 5]
+    assert len(arguments) > 90
+    for name, kind, shape, dtype, text in arguments:
+        assert text, name
+        if kind.startswith("`Tensor") and name.strip("`") not in results:
+            assert shape, name
+            assert dtype or "out_dtype" in text, name
 
 
 @pytest.mark.parametrize("module", WHOLE_MODULES)
