@@ -27,7 +27,7 @@ from tests.paths import ROOT
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "flashinfer_bench.py"))
 TRACE = os.environ.get("FLASHINFER_TRACE", "")
-RULE = {"rtol": 1e-2, "atol": 1e-2}
+RULE = 1e-2
 
 
 def results(tokens: int, heads: int, width: int, device: torch.device | str) -> list[Tensor]:
@@ -249,4 +249,4 @@ def test_their_reference_agrees(name):
             assert mine.sort().values.tolist() == theirs.sort().values.tolist()
         return
     for mine, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine.float(), theirs.float(), **RULE)
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=RULE, atol=RULE)
