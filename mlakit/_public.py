@@ -10,6 +10,7 @@ from mlakit.cache import (
 )
 from mlakit.cache.pages import OutOfPagesError, PageAllocator, PagedSequence
 from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.statistics import stats
 from mlakit.formats import format_of_dtype
 from mlakit.layer import LightningIndexer, MLAAttention
 from mlakit.model.geometry import MLAGeometry, RopeParameters, RowShape
@@ -103,6 +104,7 @@ __all__ = [
     "scaled_mm_fp8",
     "sparse_mla",
     "sparse_step",
+    "stats",
     "tensor_parallel_plan",
     "token_requests",
     "token_slots",

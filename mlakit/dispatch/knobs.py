@@ -122,6 +122,13 @@ warmup = _knob(
     _boolean,
     "Compile a model's kernels when vLLM or SGLang starts; 0 leaves it to their first launch.",
 )
+log = _knob(
+    "log",
+    False,
+    _boolean,
+    "Write a line to stderr for each kernel that is chosen for a new problem, with the reasons "
+    "against faster ones, and for each that is compiled.",
+)
 workspace_mib = _knob(
     "workspace_mib",
     64,

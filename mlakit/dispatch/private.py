@@ -9,6 +9,7 @@ other version. A test calls each of them, and its name says which one a new vers
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -264,6 +265,10 @@ def count_compilations() -> None:
         if str(getattr(function, "__module__", "")).startswith(_PACKAGE):
             counts = KERNEL_COUNTS.loaded if cache_hit else KERNEL_COUNTS.compiled
             counts[src.name] += 1
+            if not cache_hit:
+                times = others.get("times")
+                took = "" if times is None else f" in {times.total / 1e6:.1f} s"
+                logging.getLogger("mlakit").info("compiled %s%s", src.name, took)
 
     knobs.listener = listen
 

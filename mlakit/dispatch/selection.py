@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 
-from mlakit.dispatch import knobs, names
+from mlakit.dispatch import knobs, log, names
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.names import Backend
 from mlakit.dispatch.specs import KernelSpec, Problem
@@ -23,7 +24,21 @@ BACKENDS: tuple[Backend, ...] = tuple(name for name in names.BACKENDS if name !=
 SPECS: tuple[KernelSpec, ...] = tuple(
     spec for name in sorted(BACKENDS, key=lambda name: name != "cpu") for spec in _specs_of(name)
 )
-_CHOSEN: dict[str, dict[str, None]] = {}  # kernels of every op, in the order of their first calls
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Why a kernel was chosen the first time."""
+
+    problem: Problem  # of that call
+    why_not: dict[str, str]  # of the kernels that would be faster: why they were not taken
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.why_not.items())
+        return f"{self.problem}" + (f"; not {reasons}" if reasons else "")
+
+
+_CHOSEN: dict[str, dict[str, Choice]] = {}  # kernels of every op, in the order of their first calls
 OPS: tuple[str, ...] = tuple(dict.fromkeys(spec.op for spec in SPECS))
 
 
@@ -103,8 +118,27 @@ def _select(op: str, problem: Problem, backend: str) -> KernelSpec:
     # a kernel asked for by name runs even where another one is faster
     fast = [spec for spec in able if kernel or _why_slower(spec, problem) is None]
     chosen = (fast or able)[0]
-    _CHOSEN.setdefault(op, {})[chosen.name] = None
+    known = _CHOSEN.setdefault(op, {})
+    if log.is_on() or chosen.name not in known:
+        choice = Choice(problem, _why_none_before(chosen, candidates, problem))
+        known.setdefault(chosen.name, choice)
+        log.LOGGER.info("%s runs %s for %s", op, chosen.name, choice)
     return chosen
+
+
+def _why_none_before(
+    chosen: KernelSpec, candidates: Sequence[KernelSpec], problem: Problem
+) -> dict[str, str]:
+    """Return why the kernels that were asked before the chosen one did not get the call."""
+    before = candidates[: candidates.index(chosen)]
+    reasons = {s.name: s.why_not(problem) or _why_slower(s, problem) for s in before}
+    # on a GPU it is no surprise that the kernels of the CPU are not taken
+    return {name: why for name, why in reasons.items() if why and not name.startswith("cpu")}
+
+
+def choices() -> dict[str, dict[str, Choice]]:
+    """Return, by op, the kernels that this process has chosen so far, and why."""
+    return {op: dict(kernels) for op, kernels in sorted(_CHOSEN.items())}
 
 
 def chosen(op: str) -> tuple[str, ...]:

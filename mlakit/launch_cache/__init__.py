@@ -15,13 +15,12 @@ counters     how often calls were replayed, and why not
 Launchers take results and scratch from `kernels.workspace`, which tells a recording of them.
 `dispatch.private` has the private interfaces of torch and Triton that this needs.
 `MLAKIT_LAUNCH_CACHE=0` turns it off. `stats()` counts, per op, calls that were replayed, that ran
-in full because nothing was recorded yet, and that ran in full for a reason. `kernel_stats()` counts
-the kernels that were compiled in this process, and those loaded from Triton's cache on disk.
+in full because nothing was recorded yet, and that ran in full for a reason. `mlakit.stats()` has
+them, too, beside the kernels that were chosen, compiled and loaded.
 """
 
 from __future__ import annotations
 
-from mlakit.dispatch.private import KernelCounts
-from mlakit.launch_cache.counters import OpStats, kernel_stats, reset_stats, stats
+from mlakit.launch_cache.counters import OpStats, reset_stats, stats
 
-__all__ = ["KernelCounts", "OpStats", "kernel_stats", "reset_stats", "stats"]
+__all__ = ["OpStats", "reset_stats", "stats"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from mlakit.dispatch.private import KERNEL_COUNTS, KernelCounts
+from mlakit.dispatch.private import KERNEL_COUNTS
 
 
 @dataclass
@@ -38,11 +38,6 @@ def stats() -> dict[str, OpStats]:
         for op, each in sorted(_STATS.items())
         if each.calls
     }
-
-
-def kernel_stats() -> KernelCounts:
-    """A copy of the counters of kernels that were compiled, or loaded from Triton's cache."""
-    return KernelCounts(Counter(KERNEL_COUNTS.compiled), Counter(KERNEL_COUNTS.loaded))
 
 
 def reset_stats() -> None:

@@ -29,7 +29,7 @@ def main(model: str, heads: str, format: str, user: str) -> None:
             for step in ENGINES[user](d, seed).steps():
                 step()
     torch.cuda.synchronize()
-    stats = launch_cache.kernel_stats()
+    stats = mlakit.stats()
     result = {"kernels": done.kernels, "compiled": stats.compiled, "loaded": stats.loaded}
     json.dump(result, sys.stdout)
 

@@ -89,7 +89,7 @@ def test_no_kernel_is_compiled_while_serving_on_a_gpu(case, tmp_path):
 
 COMPILE = """
 import json, sys
-from mlakit.launch_cache import kernel_stats
+import mlakit
 from mlakit.precompile import listing, run
 from mlakit.precompile.deployment import deployment
 
@@ -106,7 +106,7 @@ left, _ = run.missing(d, target)
 merge = next(call for call in calls if call.name.startswith("merge"))
 with listing.launching(listing.Compilation(target)):
     merge.run()
-stats = kernel_stats()
+stats = mlakit.stats()
 json.dump(
     {
         "known": known,

@@ -29,6 +29,7 @@ LAYERS = (
     "_version dispatch.architectures dispatch.autocast dispatch.names dispatch.private"
     " dispatch.reprs",
     "dispatch.knobs",
+    "dispatch.log",
     "dispatch.checks",
     "model",
     "dispatch.specs",
@@ -38,6 +39,7 @@ LAYERS = (
     "kernels",
     "launch_cache",
     "dispatch dispatch.selection",
+    "dispatch.statistics",
     "ops",
     "steps",
     "parallel",
