@@ -28,7 +28,10 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 def merge_state_in_place(
     v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
 ) -> None:
-    """Merge another state into (v, s), where `mask` [seq_len] is true; None is everywhere."""
+    """Merge another state into (v, s), in place.
+
+    mask  [seq_len] bool or uint8, where to merge; None is everywhere
+    """
     dims = Dims("merge_state_in_place")
     dims.match("v", v, *AXES, dtypes=FLOATS)
     dims.match("s", s, *AXES[:2], dtypes=[torch.float32])

@@ -22,10 +22,11 @@ def _by_name(*functions: Any) -> dict[str, object]:
 
 MLA = _by_name(mla.BatchMLAPagedAttentionWrapper)
 TRTLLM = _by_name(trtllm.trtllm_batch_decode_with_kv_cache_mla)
-PREFILL = {
-    "single_prefill_with_kv_cache_return_lse": prefill.single_prefill_with_kv_cache_return_lse,
-    **_by_name(prefill.BatchPrefillWithRaggedKVCacheWrapper, prefill.single_prefill_with_kv_cache),
-}
+PREFILL = _by_name(
+    prefill.BatchPrefillWithRaggedKVCacheWrapper,
+    prefill.single_prefill_with_kv_cache,
+    prefill.single_prefill_with_kv_cache_return_lse,
+)
 CASCADE = _by_name(cascade.merge_state, cascade.merge_state_in_place, cascade.merge_states)
 PAGE = _by_name(page.append_paged_mla_kv_cache, page.get_batch_indices_positions, page.get_seq_lens)
 TOPK = _by_name(

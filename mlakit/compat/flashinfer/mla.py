@@ -35,16 +35,21 @@ class _Batch:
     kv_lens: Tensor  # [batch]
     causal: bool
     sm_scale: float
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    sizes: dict[str, int]  # by axis
 
 
 class BatchMLAPagedAttentionWrapper:
     """Absorbed MLA attention over a paged cache: `plan` takes the batch, `run` its tensors.
 
     float_workspace_buffer   its device is that of the plan's tensors; it is not written
-    use_cuda_graph           plan copies into the four buffers, so that a captured `run` can be
-                             replayed after another plan for as many requests
-    qo_indptr, kv_indptr     [batch + 1] int32 buffers, kv_len_arr [batch], kv_indices as long as
-                             any plan's
+    use_cuda_graph           plan copies into qo_indptr, kv_len_arr and a page table of the wrapper,
+                             so that a captured `run` can be replayed after another plan for as
+                             many requests
+    qo_indptr, kv_indptr     [batch + 1] int32 buffers for CUDA graphs
+    kv_indices               [pages] int32 buffer, as long as any plan's
+    kv_len_arr               [batch] int32 buffer
     backend                  auto, fa2 and fa3 do the same; with cutlass, `run` needs no plan
     """
 
@@ -107,13 +112,13 @@ class BatchMLAPagedAttentionWrapper:
         """
         dims = Dims(f"{NAME}.plan")
         refuse(dims.op, use_profiler=use_profiler)
-        self._sizes = {
+        sizes = {
             "num_heads": dims.integer("num_heads", num_heads, 1),
             "ckv": dims.integer("head_dim_ckv", head_dim_ckv, 1),
             "kpe": dims.integer("head_dim_kpe", head_dim_kpe, 0),
             "page_size": dims.integer("page_size", page_size, 1),
         }
-        self._dtypes = _planned_dtypes(dims, q_data_type, kv_data_type)
+        _check_dtypes(dims, q_data_type, kv_data_type)
         scale = dims.finite("sm_scale", sm_scale)
         batch, columns = _host_lengths(
             dims, qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size
@@ -134,7 +139,9 @@ class BatchMLAPagedAttentionWrapper:
             q_starts.copy_(qo_indptr, non_blocking=True)
             kv_lens.copy_(kv_len_arr, non_blocking=True)
             table[:, :columns].copy_(pages)
-        self._batch = _Batch(q_starts, table, kv_lens, bool(causal), scale)
+        self._batch = _Batch(
+            q_starts, table, kv_lens, bool(causal), scale, q_data_type, kv_data_type, sizes
+        )
 
     def _graph_table(self, dims: Dims, batch: int, columns: int) -> Tensor:
         """The page table that captured graphs read, with room for later plans."""
@@ -188,15 +195,15 @@ class BatchMLAPagedAttentionWrapper:
         if self._backend == "cutlass":
             table = dims.match("page_table", page_table, "batch", "columns", dtypes=INTEGERS)
             lengths = dims.match("kv_len", kv_len, "batch", dtypes=INTEGERS)
-            batch = _Batch(None, table, lengths, causal=False, sm_scale=CUTLASS_SM_SCALE)
-            q_dtype, kv_dtype = q_nope.dtype, ckv_cache.dtype
+            scale, dtypes = CUTLASS_SM_SCALE, (q_nope.dtype, ckv_cache.dtype)
+            batch = _Batch(None, table, lengths, False, scale, *dtypes, {})
         else:
             refuse(dims.op, kv_len=kv_len, page_table=page_table)
             dims.require(batch is not None, "plan", "be called before run", "no plan")
-            for axis, size in self._sizes.items():
-                dims.bind(axis, size, f"{axis} of the plan")
-            q_dtype, kv_dtype = self._dtypes
         assert batch is not None
+        for axis, size in batch.sizes.items():
+            dims.bind(axis, size, f"{axis} of the plan")
+        q_dtype, kv_dtype = batch.q_dtype, batch.kv_dtype
         for name, tensor, dtype, planned in (
             ("q_nope", q_nope, q_dtype, "q_data_type"),
             ("q_pe", q_pe, q_dtype, "q_data_type"),
@@ -215,9 +222,12 @@ class BatchMLAPagedAttentionWrapper:
             if ckv_scale != kpe_scale and q_pe.shape[2]:
                 q_pe = (q_pe.float() * (kpe_scale / ckv_scale)).to(q_pe.dtype)
         else:
-            refuse_scales = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
-            for name, scale in {**refuse_scales, "ckv_scale_arr": ckv_scale_arr}.items():
-                dims.require(scale is None, name, f"be None for caches of {kv_dtype}", "a scale")
+            for name, given in (
+                ("ckv_scale", ckv_scale),
+                ("ckv_scale_arr", ckv_scale_arr),
+                ("kpe_scale", kpe_scale),
+            ):
+                dims.require(given is None, name, f"be None for caches of {kv_dtype}", "a scale")
             ckv_scale = 1.0
         if ckv_scale_arr is not None:
             pool = _pool_with_scales(dims, ckv_cache, kpe_cache, ckv_scale_arr)
@@ -241,10 +251,8 @@ class BatchMLAPagedAttentionWrapper:
         return (out, lse) if return_lse else out
 
 
-def _planned_dtypes(
-    dims: Dims, q_data_type: torch.dtype, kv_data_type: torch.dtype
-) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of q and of the cache."""
+def _check_dtypes(dims: Dims, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
+    """Require the cache's dtype to be q's, or e4m3 for bf16 queries."""
     known = (*FLOATS, E4M3)
     must = f"be one of {', '.join(map(str, known))}"
     dims.require(kv_data_type in known, "kv_data_type", must, kv_data_type)
@@ -255,7 +263,6 @@ def _planned_dtypes(
     else:
         must = f"be kv_data_type, {kv_data_type}"
         dims.require(q_data_type == kv_data_type, "q_data_type", must, q_data_type)
-    return q_data_type, kv_data_type
 
 
 def _host_lengths(

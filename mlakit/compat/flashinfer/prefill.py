@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,7 +82,24 @@ def single_prefill_with_kv_cache(
     return (out, lse.mul_(LOG2_E)) if return_lse else out
 
 
-single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
+def single_prefill_with_kv_cache_return_lse(
+    q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Call `single_prefill_with_kv_cache` with return_lse=True."""
+    out, lse = single_prefill_with_kv_cache(q, k, v, *others, **{**options, "return_lse": True})
+    return out, lse
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What `plan` leaves to `run`."""
+
+    q_starts: Tensor  # [batch + 1]
+    kv_starts: Tensor  # [batch + 1]
+    causal: bool
+    sm_scale: float | None
+    dtype: torch.dtype
+    sizes: dict[str, int]  # by axis
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
@@ -120,7 +137,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
                 dims.match("qo_indptr_buf", qo_indptr_buf, *axes, dtypes=kinds),
                 dims.match("kv_indptr_buf", kv_indptr_buf, *axes, dtypes=kinds),
             )
-        self._starts: tuple[Tensor, Tensor] | None = None
+        self._batch: _Batch | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -187,16 +204,16 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             v_indptr=v_indptr,
             o_indptr=o_indptr,
         )
-        self._dtype = as_dtype(dims, "q_data_type", q_data_type)
+        q_dtype = as_dtype(dims, "q_data_type", q_data_type)
         for name, value in (("kv_data_type", kv_data_type), ("o_data_type", o_data_type)):
-            dtype = self._dtype if value is None else as_dtype(dims, name, value)
-            dims.require(dtype == self._dtype, name, f"be q_data_type, {self._dtype}", dtype)
+            dtype = q_dtype if value is None else as_dtype(dims, name, value)
+            dims.require(dtype == q_dtype, name, f"be q_data_type, {q_dtype}", dtype)
         dims.dtype("qo_indptr", dims.tensor("qo_indptr", qo_indptr), *INTEGERS)
         dims.dtype("kv_indptr", dims.tensor("kv_indptr", kv_indptr), *INTEGERS)
         batch = qo_indptr.shape[0] - 1
         same = kv_indptr.shape == qo_indptr.shape
         dims.require(same, "kv_indptr", f"have batch + 1 entries, {batch + 1}", len(kv_indptr))
-        self._sizes = {
+        sizes = {
             "h_q": dims.integer("num_qo_heads", num_qo_heads, 1),
             "h_kv": dims.integer("num_kv_heads", num_kv_heads, 1),
             "d_qk": dims.integer("head_dim_qk", head_dim_qk, 1),
@@ -204,19 +221,19 @@ class BatchPrefillWithRaggedKVCacheWrapper:
                 "head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1
             ),
         }
-        self._sm_scale = None if sm_scale is None else dims.finite("sm_scale", sm_scale)
-        self._causal = bool(causal)
-        if self._buffers is None:
-            self._starts = (
+        scale = None if sm_scale is None else dims.finite("sm_scale", sm_scale)
+        starts = self._buffers
+        if starts is None:
+            starts = (
                 qo_indptr.to(self.device, non_blocking=True),
                 kv_indptr.to(self.device, non_blocking=True),
             )
-            return
-        fixed = self._buffers[0].shape[0] - 1
-        dims.require(batch == fixed, "qo_indptr", f"have the buffers' batch, {fixed}", batch)
-        for buffer, starts in zip(self._buffers, (qo_indptr, kv_indptr), strict=True):
-            buffer.copy_(starts, non_blocking=True)
-        self._starts = self._buffers
+        else:
+            fixed = starts[0].shape[0] - 1
+            dims.require(batch == fixed, "qo_indptr", f"have the buffers' batch, {fixed}", batch)
+            for buffer, given in zip(starts, (qo_indptr, kv_indptr), strict=True):
+                buffer.copy_(given, non_blocking=True)
+        self._batch = _Batch(*starts, bool(causal), scale, q_dtype, sizes)
 
     def run(
         self,
@@ -243,8 +260,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         Returns out, with return_lse also the base-2 lse, −inf where a query sees no key.
         """
         dims = Dims(f"{RAGGED}.run")
-        dims.require(self._starts is not None, "plan", "be called before run", "no plan")
-        assert self._starts is not None
+        batch = self._batch
+        dims.require(batch is not None, "plan", "be called before run", "no plan")
+        assert batch is not None
         refuse(
             dims.op,
             args=args or None,
@@ -254,24 +272,23 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             o_scale=o_scale,
             kv_cache_sf=kv_cache_sf,
         )
-        for axis, size in self._sizes.items():
+        for axis, size in batch.sizes.items():
             dims.bind(axis, size, f"{axis} of the plan")
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             dtype = dims.tensor(name, tensor).dtype
-            planned = f"match the planned q_data_type, {self._dtype}"
-            dims.require(dtype == self._dtype, f"{name}.dtype", planned, dtype)
+            planned = f"match the planned q_data_type, {batch.dtype}"
+            dims.require(dtype == batch.dtype, f"{name}.dtype", planned, dtype)
         k, v = _tokens_first(dims, self._kv_layout, k=k, v=v)
-        q_starts, kv_starts = self._starts
         is_wanted = return_lse or lse is not None
         out, lse = attend(
             dims,
             q,
             k,
             v,
-            {"qo_indptr": q_starts},
-            {"kv_indptr": kv_starts},
-            {"sm_scale": self._sm_scale},
-            self._causal,
+            {"qo_indptr": batch.q_starts},
+            {"kv_indptr": batch.kv_starts},
+            {"sm_scale": batch.sm_scale},
+            batch.causal,
             out,
             lse,
         )
@@ -285,8 +302,6 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         """Call `run` with return_lse=True."""
         out, lse = self.run(q, k, v, return_lse=True, **options)
         return out, lse
-
-    begin_forward = plan
 
 
 def as_dtype(dims: Dims, arg: str, dtype: str | torch.dtype) -> torch.dtype:

@@ -309,6 +309,19 @@ def test_scales_of_columns_are_for_caches_without_kpe():
         run(problem, ckv_scale_arr=scales, kpe_scale=1.0)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_refused_plan_leaves_the_last_one(graph):
+    problem = Case().make()
+    wrapper = wrapper_of(problem, **(problem.buffers() if graph else {}))
+    wrapper.plan(**problem.plan())
+    wrong = {"num_heads": 7, "sm_scale": 9.0, "q_data_type": torch.float16, "page_size": 1}
+    with pytest.raises(ValueError, match="q_data_type must be kv_data_type"):
+        wrapper.plan(**problem.plan(**wrong))
+    with pytest.raises(ValueError, match="kv_len_arr"):
+        wrapper.plan(**problem.plan(num_heads=7, kv_len_arr=NOTHING + 99))
+    problem.check(*wrapper.run(*problem.tensors, return_lse=True))
+
+
 def test_run_needs_a_plan_and_buffers_their_batch():
     problem = Case().make()
     with pytest.raises(ValueError, match="plan must be called before run"):
