@@ -19,6 +19,7 @@ from mlakit.model.rope import rope_table
 from mlakit.ops import (
     ExtraRows,
     append_rows,
+    compress_rows,
     indexer_logits,
     indexer_select,
     indexer_topk,
@@ -76,6 +77,7 @@ __all__ = [
     "UnsupportedError",
     "UpProjection",
     "append_rows",
+    "compress_rows",
     "context_parallel_decode",
     "context_parallel_sparse_step",
     "decode_attend",

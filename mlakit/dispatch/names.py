@@ -27,6 +27,7 @@ DecodeKernel = Literal[
 OPS = (
     "norm_rope_quant_append",
     "append_rows",
+    "compress_rows",
     "batched_matmul",
     "quantize_fp8",
     "scaled_mm_fp8",

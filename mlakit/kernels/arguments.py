@@ -63,6 +63,28 @@ class AppendRowsArguments(NamedTuple):
     backend: str
 
 
+class CompressArguments(NamedTuple):
+    """Arguments of `compress_rows`. Columns are D, or 2·D with overlap."""
+
+    kv: Tensor  # [tokens, columns]
+    gate: Tensor  # [tokens, columns]
+    bias: Tensor  # [rate, columns]
+    gamma: Tensor  # [D]
+    freqs: Tensor | None  # [positions, D_R]; None: rows are not rotated
+    layer: WrittenLayer
+    page_table: PageTable  # of windows
+    state: WrittenLayer  # float32 rows [kv | gate + bias]
+    state_table: PageTable  # of tokens
+    kv_lens: Tensor  # [batch] tokens of each request, the new ones included
+    q_starts: Tensor | None  # [batch + 1]; filled in
+    rate: int
+    overlap: bool
+    keep: int  # newest tokens that a later step may take back
+    epsilon: float
+    power_of_two_scales: bool
+    backend: str
+
+
 class BatchedMatmulArguments(NamedTuple):
     """Arguments of `batched_matmul`, which returns a @ bᵀ."""
 

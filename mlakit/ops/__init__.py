@@ -1,6 +1,7 @@
 """The public functions: validate, select, allocate, launch. Each docstring is the contract."""
 
 from mlakit.ops.append_rows import append_rows
+from mlakit.ops.compress_rows import compress_rows
 from mlakit.ops.decode import mla_decode
 from mlakit.ops.fp8 import quantize_fp8, scaled_mm_fp8
 from mlakit.ops.indexer import indexer_logits, indexer_topk
@@ -16,6 +17,7 @@ __all__ = [
     "ExtraRows",
     "append_rows",
     "batched_matmul",
+    "compress_rows",
     "indexer_logits",
     "indexer_select",
     "indexer_topk",

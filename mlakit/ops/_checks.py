@@ -70,34 +70,49 @@ def check_padded_starts(dims: Dims, q_starts: Tensor, num_tokens: int) -> int:
 
 
 def check_page_table(
-    dims: Dims, page_table: PageTable, batch: int, *, source: str = "the batch of kv_lens"
+    dims: Dims,
+    page_table: PageTable,
+    batch: int,
+    *,
+    source: str = "the batch of kv_lens",
+    arg: str = "page_table",
 ) -> None:
     """Either form of a page table, for `batch` requests."""
     dims.bind("batch", batch, source)
     if isinstance(page_table, tuple):
-        check_table_pair(dims, page_table)
+        check_table_pair(dims, page_table, arg)
         starts, slots = page_table
         dims.bind("batch + 1", batch + 1, "one more than the batch")
-        dims.match("page_table[0]", starts, "batch + 1", dtypes=INTEGERS)
-        dims.match("page_table[1]", slots, "slots", dtypes=INTEGERS)
-        dims.starts("page_table[0]", starts, None)
+        dims.match(f"{arg}[0]", starts, "batch + 1", dtypes=INTEGERS)
+        dims.match(f"{arg}[1]", slots, f"slots of {arg}", dtypes=INTEGERS)
+        dims.starts(f"{arg}[0]", starts, None)
         if values_visible(starts):
             last = int(starts[-1])
-            held = f"not exceed the {len(slots)} slots of page_table[1]"
-            dims.require(last <= len(slots), "page_table[0][-1]", held, last)
+            held = f"not exceed the {len(slots)} slots of {arg}[1]"
+            dims.require(last <= len(slots), f"{arg}[0][-1]", held, last)
     else:
-        dims.match("page_table", page_table, "batch", "max_pages", dtypes=INTEGERS)
+        dims.match(arg, page_table, "batch", f"pages of {arg}", dtypes=INTEGERS)
 
 
-def check_table_pair(dims: Dims, page_table: tuple[Tensor, ...]) -> None:
+def check_table_pair(dims: Dims, page_table: tuple[Tensor, ...], arg: str = "page_table") -> None:
     got = f"a tuple of {len(page_table)}"
-    dims.require(len(page_table) == 2, "page_table", "be a tensor or (kv_starts, slots)", got)
+    dims.require(len(page_table) == 2, arg, "be a tensor or (kv_starts, slots)", got)
 
 
 def check_used_rows(
-    dims: Dims, page_table: PageTable, layer: CacheLayer, first: list[int], last: list[int]
+    dims: Dims,
+    page_table: PageTable,
+    layer: CacheLayer,
+    first: list[int],
+    last: list[int],
+    *,
+    arg: str = "page_table",
+    counted: str = "kv_lens",
 ) -> None:
-    """Tokens [first, last) of every request have an entry in the table that is inside the pool."""
+    """Tokens [first, last) of every request have an entry in the table that is inside the pool.
+
+    counted  what the rows of a request are, in messages
+    """
     if _is_table_inside(page_table, layer, first, last):
         return
     for request, (low, high) in enumerate(zip(first, last, strict=True)):
@@ -112,7 +127,7 @@ def check_used_rows(
         capacity = len(entries) * tokens_per_entry
         dims.require(
             high <= capacity,
-            f"kv_lens[{request}]",
+            f"{counted}[{request}]",
             f"not exceed the {capacity} tokens its page table holds",
             high,
         )
@@ -123,7 +138,7 @@ def check_used_rows(
             column = (
                 f"1][{begin + wrong}" if isinstance(page_table, tuple) else f"{request}, {wrong}"
             )
-            dims.fail(f"page_table[{column}]", f"be in [0, {limit})", int(entries[wrong]))
+            dims.fail(f"{arg}[{column}]", f"be in [0, {limit})", int(entries[wrong]))
 
 
 def _is_table_inside(

@@ -93,8 +93,8 @@ def _unpack_layer(
 
 def _layer_packing(payload: str, beside: str) -> Packing:
     schema = (
-        payload + " {}",
-        beside + " {}_beside",
+        payload + " {0}",
+        beside + " {0}_beside",
         "float {}_tensor_scale",
         "Tensor? {}_tensor_scale_on_device",
         "str {}_format",
@@ -137,7 +137,8 @@ PACKINGS: dict[Any, Packing] = {
     torch.dtype: _as_it_is("ScalarType"),
     CacheLayer: _layer_packing("Tensor", "Tensor?"),
     CacheLayer | None: _layer_packing("Tensor?", "Tensor?"),
-    WrittenLayer: _layer_packing("Tensor(p!)", "Tensor(s!)?"),
+    # each written tensor is an alias set of its own
+    WrittenLayer: _layer_packing("Tensor({0}_p!)", "Tensor({0}_s!)?"),
     PageTable: _table_packing("Tensor"),
     PageTable | None: _table_packing("Tensor?"),
     Mask: Packing(

@@ -14,6 +14,7 @@ not enter `lse` or `max_logits`.
 from __future__ import annotations
 
 from mlakit.reference.append_rows import append_rows
+from mlakit.reference.compress_rows import compress_rows
 from mlakit.reference.decode import mla_decode
 from mlakit.reference.fp8 import dequantize_fp8, quantize_fp8, scaled_mm_fp8
 from mlakit.reference.indexer import indexer_logits, indexer_select, indexer_topk
@@ -35,6 +36,7 @@ __all__ = [
     "alibi_slopes",
     "append_positions",
     "append_rows",
+    "compress_rows",
     "dequantize_fp8",
     "indexer_logits",
     "indexer_select",

@@ -279,6 +279,36 @@ def append_rows_call(format: str = "bf16", *, row: RowShape = ROW, **options: An
     return Call(ops.append_rows, {**arguments, **options})
 
 
+def compress_call(format: str = "bf16", *, flat: bool = False, **options: Any) -> Call:
+    """Overlapping windows of two tokens; one request completes none."""
+    generator = torch.Generator().manual_seed(15)
+    before = [kv_len - q_len for kv_len, q_len in zip(KV_LENS, Q_LENS, strict=True)]
+    windows = [kv_len // 2 for kv_len in KV_LENS]
+    cache, table = make_cache(generator, [0] * len(KV_LENS), format=format, room=windows)
+    columns = 2 * ROW.width
+    state_row = RowShape(2 * columns, 0)
+    state, state_table = make_cache(generator, before, format="fp32", row=state_row, room=KV_LENS)
+    arguments = {
+        "kv": strided(normal(generator, TOKENS, columns)),
+        "gate": normal(generator, TOKENS, columns),
+        "bias": normal(generator, 2, columns, dtype=F32),
+        "gamma": normal(generator, ROW.width, dtype=F32),
+        "freqs": normal(generator, max(KV_LENS), ROW.qk_rope_head_dim, dtype=F32),
+        "cache": cache,
+        "page_table": flat_table(table, windows) if flat else table,
+        "state_cache": state,
+        "state_table": flat_table(state_table, KV_LENS) if flat else state_table,
+        "kv_lens": int32(KV_LENS),
+        "q_starts": starts(Q_LENS),
+        "rate": 2,
+        "overlap": True,
+        "epsilon": 1e-5,
+        "layer": 1,
+        "state_layer": 1,
+    }
+    return Call(ops.compress_rows, {**arguments, **options})
+
+
 def append_transposed() -> Call:
     """Queries that lie head by head in memory."""
     call = append_call("fp8_block64", rope="half")
@@ -496,6 +526,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "append-rows-index-keys": lambda: append_rows_call(
         "fp8_token", row=INDEX_ROW, power_of_two_scales=True
     ),
+    "compress": compress_call,
+    "compress-flat-block128-keep": lambda: compress_call("fp8_block128", flat=True, keep=2),
     "prefill": prefill_call,
     "prefill-strided-window-alibi-sink": prefill_strided,
     "prefill-e4m3": prefill_e4m3,

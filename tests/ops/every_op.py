@@ -17,6 +17,7 @@ ONE_EACH = (
     "decode",
     "append",
     "append-rows",
+    "compress",
     "prefill",
     "sparse-extra",
     "logits",

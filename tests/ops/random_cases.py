@@ -25,6 +25,7 @@ from mlakit.tools.workloads import (
     AppendRowsCase,
     BatchedMatmulCase,
     Case,
+    CompressCase,
     DecodeCase,
     IndexerLogitsCase,
     IndexerSelectCase,
@@ -184,6 +185,19 @@ LARGE = [
         format="fp8_block128",
         workspace_mib=1,
     ),
+    CompressCase(
+        kv_lora_rank=448,
+        qk_rope_head_dim=64,
+        v_width=512,
+        format="fp8_block64",
+        rate=128,
+        overlap=False,
+        kv_lens=(300, 128),
+        q_lens=(270, 1),
+        workspace_mib=1,
+    ),
+    # programs of several tokens, with windows of several requests
+    CompressCase(kv_lens=(2300, 7, 6, 9), q_lens=(2290, 5, 6, 3), padded=True),
     PrefillCase(kv_lens=(300, 129), q_lens=(290, 129), heads=2, workspace_mib=1, padded=True),
     PrefillCase(kv_lens=(1100,), q_lens=(600,), heads=1),
     PrefillCase(

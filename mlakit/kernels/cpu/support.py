@@ -24,6 +24,7 @@ _QUERY_BLOCKS = f"{__package__}.indexer_select:plan_query_blocks"
 SPECS = (
     _spec("norm_rope_quant_append", "norm_rope_quant"),
     _spec("append_rows", "append_rows"),
+    _spec("compress_rows", "compress_rows"),
     _spec("batched_matmul", "matmul"),
     _spec("quantize_fp8", "fp8"),
     _spec("scaled_mm_fp8", "fp8"),

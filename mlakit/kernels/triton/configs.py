@@ -170,6 +170,28 @@ def pick_append_config(
     return AppendConfig(rows=rows, heads=block_heads, probes=128 if is_small else 32, pdl=is_small)
 
 
+@dataclass(frozen=True)
+class CompressConfig:
+    tokens: int  # of a program
+    block: int  # tokens of a window that are loaded together
+    state_columns: int  # of a tile of states
+    probes: int  # requests per iteration of the search for a token's request
+    num_warps: int
+
+
+_COMPRESS_PROGRAMS_PER_SM = 4  # with fewer, each has fewer tokens
+_COMPRESS_BLOCK = 8  # a whole window of DeepSeek-V4 with overlap
+_COMPRESS_STATE_TILE = 4096  # elements
+
+
+def pick_compress_config(*, tokens: int, rate: int, columns: int, num_sms: int) -> CompressConfig:
+    """Pick one program per token in decode, and one per window, about, in a long prefill."""
+    share = max(tokens // (_COMPRESS_PROGRAMS_PER_SM * num_sms), 1)
+    each = min(power_of_two(rate), 1 << (share.bit_length() - 1), 128)
+    tile = min(power_of_two(columns), max(_COMPRESS_STATE_TILE // each, 1))
+    return CompressConfig(each, _COMPRESS_BLOCK, tile, probes=32, num_warps=8)
+
+
 PHYSICAL_ROWS_BLOCK = 1024  # entries of a list per program
 PHYSICAL_ROWS_PROBES = 128  # requests per iteration of the search for a query's request
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlakit.kernels.triton.norm_quant import rms_norm
-from mlakit.kernels.triton.primitives import find_request
+from mlakit.kernels.triton.primitives import find_request, find_rows
 from mlakit.kernels.triton.rope import load_angles, load_pairs, rotate, store_pairs
 from mlakit.kernels.triton.store_rows import store_latent, store_rope
 
@@ -299,17 +299,8 @@ def _find_slots(
         is_stored = (slot >= 0) & is_stored if IS_SHARDED else slot >= 0
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
-    elif page_table.starts is None:
-        column = position // PAGE_SIZE
-        entries = page_table.entries + request * numbers.stride_table_request
-        entry = entries + column * page_table.stride_entry
-        page = tl.load(entry, mask=is_stored, other=0).to(tl.int64)
-        offset = position % PAGE_SIZE
     else:
-        start_at = page_table.starts + request * page_table.stride_starts
-        start = tl.load(start_at, mask=is_token, other=0).to(tl.int64)
-        entry = page_table.entries + (start + position) * page_table.stride_entry
-        slot = tl.load(entry, mask=is_stored, other=0)
-        page = slot.to(tl.int64) // PAGE_SIZE
-        offset = slot.to(tl.int64) % PAGE_SIZE
+        page, offset = find_rows(
+            request, position, is_stored, page_table, numbers.stride_table_request, PAGE_SIZE
+        )
     return page, offset, is_stored

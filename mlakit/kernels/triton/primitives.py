@@ -51,6 +51,35 @@ def find_request(token, is_token, q_starts, q_starts_stride, batch, PROBES: tl.c
 
 
 @triton.jit
+def find_rows(
+    request,  # int64 [T]
+    position,  # int64 [T]
+    is_used,  # [T]
+    page_table,  # `PageTableArguments`
+    stride_table_request,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Return (page, row in the page), int64, of rows at positions in their requests.
+
+    The page of an empty entry is negative; that of a position that is not used is arbitrary.
+    """
+    if page_table.starts is None:
+        entries = page_table.entries + request * stride_table_request
+        entry = entries + position // PAGE_SIZE * page_table.stride_entry
+        page = tl.load(entry, mask=is_used, other=0).to(tl.int64)
+        offset = position % PAGE_SIZE
+    else:
+        start_at = page_table.starts + request * page_table.stride_starts
+        start = tl.load(start_at, mask=is_used, other=0).to(tl.int64)
+        entry = page_table.entries + (start + position) * page_table.stride_entry
+        slot = tl.load(entry, mask=is_used, other=0).to(tl.int64)
+        # `//` truncates, and would put a negative slot into page 0
+        page = tl.where(slot < 0, -1, slot // PAGE_SIZE)
+        offset = slot % PAGE_SIZE
+    return page, offset
+
+
+@triton.jit
 def is_finite(x):
     return tl.abs(x.to(tl.float32)) < float("inf")
 

@@ -16,6 +16,7 @@ from mlakit.tools.workloads import (
     AppendRowsCase,
     BatchedMatmulCase,
     Case,
+    CompressCase,
     DecodeCase,
     IndexerLogitsCase,
     IndexerSelectCase,
@@ -62,6 +63,12 @@ def _sparse(format: str, heads: int, **more: Any) -> SparseCase:
 
 def _append(format: str, **more: Any) -> AppendCase:
     return AppendCase(**{"heads": 16, "kv_lens": (7,), "q_lens": (2,), **_row(format), **more})
+
+
+def _compress(**more: Any) -> CompressCase:
+    """The overlapping windows of DeepSeek-V4."""
+    given: dict[str, Any] = {"kv_lens": (9, 4), "q_lens": (2, 1), "page_size": 64, **V4_ROW}
+    return CompressCase(**{**given, "format": "fp8_block64", **more})
 
 
 def _prefill(nope: int, rope: int, v: int, **more: Any) -> PrefillCase:
@@ -154,6 +161,16 @@ CONFIGURATIONS: dict[str, Case] = {
     "append-rows-index-keys": AppendRowsCase(
         kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="fp8_token"
     ),
+    "compress-overlap": _compress(),
+    "compress-bf16": _compress(format="bf16", dtype="fp32"),
+    "compress-index-keys": _compress(
+        format="fp8_token", kv_lora_rank=128, qk_rope_head_dim=0, v_width=0, angles=64
+    ),
+    "compress-128": _compress(
+        rate=128, overlap=False, page_size=2, state_page_size=8, kv_lens=(130,), q_lens=(4,)
+    ),
+    # enough work for programs of several tokens
+    "compress-many-tokens": _compress(kv_lens=(4000,), q_lens=(4000,), flat_table=True),
     "indexer-no-heads": _index_keys(format="bf16", heads=0),
     **{f"append-{format}": _append(format) for format in GROUP_FORMATS},
     **{f"decode-h16-{format}": _decode(format, 16) for format in GROUP_FORMATS},
@@ -362,6 +379,7 @@ ON_AMD = (
     "quantize-128",
     "matmul-bf16",
     "append-rows-fp8_token",
+    "compress-index-keys",
     "select-decode",
     "topk-4096",
     "prefill-96-64",

@@ -18,6 +18,7 @@ fp8_scores       scores with the accumulator precision of Hopper's FP8 tensor co
 
 from mlakit.tools.workloads.append_rows import AppendRowsCase
 from mlakit.tools.workloads.case import BatchedCase, Case, Trial
+from mlakit.tools.workloads.compress_rows import CompressCase
 from mlakit.tools.workloads.decode import DecodeCase
 from mlakit.tools.workloads.fp8 import QuantizeCase, ScaledMatmulCase
 from mlakit.tools.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
@@ -33,6 +34,7 @@ from mlakit.tools.workloads.sparse import SparseCase
 CASES: tuple[type[Case], ...] = (
     AppendCase,
     AppendRowsCase,
+    CompressCase,
     PrefillCase,
     DecodeCase,
     SparseCase,
@@ -53,6 +55,7 @@ __all__ = [
     "BatchedCase",
     "BatchedMatmulCase",
     "Case",
+    "CompressCase",
     "DecodeCase",
     "IndexerLogitsCase",
     "IndexerSelectCase",

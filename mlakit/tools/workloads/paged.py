@@ -120,10 +120,12 @@ class PagedCase(Case):
         num_pages: int,
         *,
         format: Format | None = None,
+        row: RowShape | None = None,
         page_size: int | None = None,
     ) -> Pool:
-        """A poisoned pool."""
-        codec = row_codec(format or self.format, self.row)
+        """A poisoned pool; of the case's own format, row and page size where none is given."""
+        row = row or self.row
+        codec = row_codec(format or self.format, row)
         shape = (num_pages, self.num_layers, page_size or self.page_size)
         footer = isinstance(codec, PageFooterCodec)
         columns = codec.bytes_per_token if footer else codec.payload_elements
@@ -142,7 +144,7 @@ class PagedCase(Case):
             cache = PagedLatentCache(codec, _layers_first(blocks), _layers_first(beside), scale)
         else:
             cache = PagedLatentCache.wrap(
-                blocks, self.row, format=codec.name, scales=beside, tensor_scale=scale
+                blocks, row, format=codec.name, scales=beside, tensor_scale=scale
             )
         return Pool(inputs, name, cache, self.num_layers - 1)
 

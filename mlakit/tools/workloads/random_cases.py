@@ -17,6 +17,7 @@ from mlakit.model.geometry import RowShape
 from mlakit.model.masks import KINDS, WINDOWED
 from mlakit.tools.workloads.append_rows import AppendRowsCase
 from mlakit.tools.workloads.case import Case
+from mlakit.tools.workloads.compress_rows import CompressCase
 from mlakit.tools.workloads.decode import DecodeCase
 from mlakit.tools.workloads.fp8 import QuantizeCase, ScaledMatmulCase
 from mlakit.tools.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
@@ -208,6 +209,30 @@ def append_rows_case(draw: Draw, format: Format) -> AppendRowsCase:
         skipped=draw.choice((0.3, 0.0, 1.0)),
         dtype=draw.choice(PLAIN),
         rope_dtype=draw.choice(PLAIN),
+    )
+
+
+def compress_case(draw: Draw, format: Format) -> CompressCase:
+    shape = _cached(draw, format)
+    rate, overlap = draw.choice(((4, True), (128, False), (1, False), (3, True), (7, False)))
+    steps = _lengths(draw, rate, longest=40 if rate < 100 else 300, most_queries=5 * rate // 2)
+    steps["kv_lens"] = tuple(map(max, steps["kv_lens"], steps["q_lens"]))
+    return CompressCase(
+        **shape,
+        **steps,
+        implicit_starts=_may_imply_starts(draw, steps),
+        rate=rate,
+        overlap=overlap,
+        keep=draw.choice((0, 3)),
+        dtype=draw.choice(PLAIN),
+        bias_dtype=draw.choice(PLAIN),
+        gamma_dtype=draw.choice(PLAIN),
+        freqs_dtype=draw.choice(PLAIN),
+        epsilon=draw.choice((0.0, 1e-6)),
+        rotated=shape["kv_lora_rank"] % 2 == 0 and draw.flip(),
+        angles=2 * draw.integer(0, shape["kv_lora_rank"] // 2),
+        state_page_size=draw.choice((1, 4, 8, 13)),
+        flat_table=draw.flip(),
     )
 
 
@@ -499,6 +524,7 @@ SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
 CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {
     AppendCase: append_case,
     AppendRowsCase: append_rows_case,
+    CompressCase: compress_case,
     DecodeCase: decode_case,
     SparseCase: sparse_case,
     IndexerLogitsCase: indexer_logits_case,

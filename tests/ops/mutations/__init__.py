@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations import Mutation
 from tests.ops.mutations import (
     append_rows,
+    compress_rows,
     decode,
     fp8,
     indexer,
@@ -18,6 +19,7 @@ from tests.ops.mutations import (
 
 MUTATIONS: list[Mutation] = [
     *append_rows.MUTATIONS,
+    *compress_rows.MUTATIONS,
     *decode.MUTATIONS,
     *fp8.MUTATIONS,
     *indexer.MUTATIONS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.ops.wrong_calls import (
     append_rows,
+    compress_rows,
     decode,
     fp8,
     indexer,
@@ -17,6 +18,7 @@ from tests.ops.wrong_calls.spoiling import WrongCalls
 
 WRONG: WrongCalls = {
     **append_rows.WRONG,
+    **compress_rows.WRONG,
     **decode.WRONG,
     **fp8.WRONG,
     **indexer.WRONG,
