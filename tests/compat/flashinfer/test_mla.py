@@ -63,6 +63,22 @@ def test_the_widths_of_deepseek(backend, device):
     problem.check(*wrapper.run(*problem.tensors, return_lse=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(causal=True),
+        Case(page_size=1, kv_lens=(9, 0), q_lens=(2, 1)),
+        Case(kpe=0, dtype=torch.float16),
+        Case(ckv_scale=0.5, kpe_scale=0.25),
+    ],
+    ids=["causal", "pages of 1", "no kpe", "e4m3"],
+)
+def test_every_backend_matches_the_oracle(case, place):
+    problem = case.make(place.device)
+    problem.check(*run(problem, ckv_scale=case.ckv_scale, kpe_scale=case.kpe_scale))
+
+
 def test_columns_of_one_tensor_are_a_cache_too(device):
     problem = Case().make(device)
     joined = torch.cat([problem.ckv.float(), problem.kpe.float()], dim=-1).bfloat16()
