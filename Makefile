@@ -31,6 +31,7 @@ SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 KERNELS := kernels==0.16.2
 HUB_VENV := .venv-hub
 HUB_INSTALLED := $(HUB_VENV)/.installed
+DIST_VENV := .venv-dist
 ENGINE_REQUIREMENTS := tests/integrations/engine_requirements.py
 # Both ends of the range of transformers versions, each in an environment like the oldest Triton's;
 # the tests of $(VENV) have the version in between that pyproject.toml names
@@ -47,7 +48,7 @@ RECORD ?= .gpu-record
 FROM ?= .gpu-record
 
 .PHONY: demo quick test test-all venv lint types unit thorough emulate compile compile-all oldest oldest-torch docs
-.PHONY: test-gpu gpu-commit gpu-record house figures reference
+.PHONY: test-gpu gpu-commit gpu-record house figures reference release-check
 .PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang test-hub
 .DEFAULT_GOAL := test
 
@@ -167,6 +168,19 @@ mutants: $(INSTALLED)
 figures:
 	$(PYTHON) scripts/docs/figures.py
 
+# the wheel and the source release in dist/: their files, and the wheel in an environment where only
+# the packages of torch are not absent
+release-check: $(INSTALLED)
+	rm -rf dist $(DIST_VENV)
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip install build
+	$(DIST_VENV)/bin/python -m build
+	$(DIST_VENV)/bin/python -m pip install --no-deps dist/*.whl
+	$(DIST_VENV)/bin/python -c "import sysconfig, pathlib; \
+	  own = pathlib.Path(sysconfig.get_path('purelib')); \
+	  (own / 'torch.pth').write_text(own.as_posix().replace('$(DIST_VENV)', '$(VENV)'))"
+	$(DIST_VENV)/bin/python scripts/check_release.py dist --import
+
 # the signatures, arguments and members in docs/api, from the code
 reference: $(INSTALLED)
 	$(BIN)/python scripts/docs/reference.py
@@ -180,7 +194,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(HUB_VENV) \
+	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(HUB_VENV) $(DIST_VENV) \
 	  $(TRANSFORMERS_VENV)* \
 	  .mypy_cache .pytest_cache .ruff_cache dist site
 
