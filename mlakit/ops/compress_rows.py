@@ -65,8 +65,8 @@ def compress_rows(
                  float32
     freqs        [positions, D_R] bf16, fp16 or float32; cos0, sin0, cos1, … as in
                  `norm_rope_quant_append`: interleaved pairs of the last D_R columns are rotated.
-                 D_R is that of the cache; where rows have no rope columns, such as index keys, D_R may
-                 be any even width. None: no rope
+                 D_R is that of the cache; where rows have no rope columns, such as index keys, D_R
+                 may be any even width. None: no rope
     page_table   [batch, max_pages] int32, as in `mla_decode`, of the rows of windows: row w is at
                  position w
     state_cache  the states, float32 rows of 2·columns: RowShape(2 * columns, 0), format "fp32"
