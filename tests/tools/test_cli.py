@@ -142,6 +142,7 @@ OPTIONS_WITHOUT_EFFECT = [
     ("support --all", "--all needs --compile"),
     ("support --jobs 2", "--jobs needs --compile"),
     ("support --sample hopper", "--sample needs --compile"),
+    ("support --dump folder", "--dump needs --compile"),
     ("support --compile --all --sample hopper", "--sample cannot be combined with --all"),
     ("support --compile --markdown", "--markdown cannot be combined with --compile or --json"),
     ("explain merge_states --format fp8", "--format has no effect on merge_states"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -66,12 +68,21 @@ def support(
         False, "--all", help="With --compile: every configuration on every architecture."
     ),
     only: str = typer.Option(
-        "", help="With --compile: only configurations whose name contains this text."
+        "",
+        help="With --compile: only configurations whose name contains this text, or those that run "
+        "a kernel, by its name in mlakit explain, such as m64_bf16.",
     ),
     sample: str = typer.Option(
         "", metavar="PART", help="With --compile: a sample of PART only, hopper or portable."
     ),
     jobs: int = typer.Option(2, min=1, help="With --compile: number of processes."),
+    dump: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --compile: write IR, PTX and machine code of every kernel to this folder.",
+        ),
+    ] = None,
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
     as_markdown: bool = typer.Option(
         False, "--markdown", help="Print the table in Markdown, as in the README."
@@ -88,7 +99,7 @@ def support(
     if as_markdown and (compile_kernels or as_json):
         raise typer.BadParameter("--markdown cannot be combined with --compile or --json")
     if not compile_kernels:
-        refuse(context, ["everything", "only", "sample", "jobs"], "{} needs --compile")
+        refuse(context, ["everything", "only", "sample", "jobs", "dump"], "{} needs --compile")
         from mlakit.tools import support
 
         rows = support.selections()
@@ -109,7 +120,7 @@ def support(
         if sample:
             known = samples.checks_with_sample(sample)
         checks = compilation.checks_with(only, known)
-    kernels = compilation.run_with_progress(checks, jobs=jobs)
+    kernels = compilation.run_with_progress(checks, jobs=jobs, dump=dump)
     if as_json:
         typer.echo(json.dumps([each.as_json() for each in kernels], indent=2))
     else:

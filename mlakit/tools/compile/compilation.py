@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import active_children, get_context
+from pathlib import Path
 from threading import current_thread, main_thread
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,10 +30,15 @@ from rich.text import Text
 from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import NUM_SMS as NUM_SMS
 from mlakit.dispatch.architectures import arch_name, is_amd
+from mlakit.dispatch.selection import SPECS
 from mlakit.tools.columns import Column, fitting_table
 from mlakit.tools.compile.configurations import configured
-from mlakit.tools.compile.machine_code import assembler_log, machine_code
+from mlakit.tools.compile.machine_code import assembler_log, machine_code, write_code
 from mlakit.tools.compile.spills import NO_SPILLS, spill_bound
+from mlakit.tools.workloads.random_launches import kernel_of
+
+if TYPE_CHECKING:
+    from mlakit.kernels.launch import Target
 
 
 @dataclass(frozen=True)
@@ -86,12 +93,15 @@ class Compiled:
         return {**asdict(self), "fault": self.fault}
 
 
-def check(configuration: str, arch: int) -> list[Compiled]:
-    """Compile the kernels that a configuration launches on `arch`."""
-    from mlakit.kernels.launch import AMD_SHARED_BYTES, SHARED_BYTES, Target, compiling
+def check(configuration: str, arch: int, dump: Path | None = None) -> list[Compiled]:
+    """Compile the kernels that a configuration launches on `arch`.
+
+    dump  a folder for their IR, PTX and machine code
+    """
+    from mlakit.kernels.launch import compiling
 
     start = perf_counter()
-    target = Target(arch, NUM_SMS[arch], (SHARED_BYTES | AMD_SHARED_BYTES)[arch])
+    target = _target(arch)
     backend, case = configured(configuration)
     trial = case.trial("cpu")
     try:
@@ -99,6 +109,9 @@ def check(configuration: str, arch: int) -> list[Compiled]:
             trial.call(backend)
         unique = {kernel.hash: kernel for kernel in compilation.kernels}
         codes = {hash: machine_code(kernel, log.getvalue()) for hash, kernel in unique.items()}
+        if dump is not None:
+            for number, kernel in enumerate(unique.values()):
+                write_code(kernel, dump / f"{configuration}-{arch_name(arch)}", number)
     except Exception as error:  # noqa: BLE001  # any error of a compiler or a tool is the result
         return [Compiled(configuration, arch, "—", error=_innermost(error))]
     seconds = (perf_counter() - start) / max(len(compilation.kernels), 1)
@@ -128,18 +141,49 @@ def _innermost(error: BaseException) -> str:
 
 
 def checks_with(only: str, checks: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Checks whose configuration contains `only`. Raises ValueError, naming --only, if none."""
+    """Checks whose configuration contains `only`, or whose call runs the kernel of that name.
+
+    only  a part of a name, or a kernel as `mlakit explain` prints it: m64_bf16, hopper:m64_bf16
+
+    Raises ValueError, naming --only, if there are none.
+    """
+    named = [spec for spec in SPECS if spec.kernel and only in (spec.kernel, spec.name)]
+    if named:
+        ops = {spec.op for spec in named}
+        return [each for each in checks if _kernel_of(*each, ops) in {s.name for s in named}]
     found = [each for each in checks if only in each[0]]
     if not found:
         names = ", ".join(dict.fromkeys(name for name, _ in checks))
-        raise ValueError(f"--only: no configuration has {only!r} in its name; known: {names}")
+        kernels = ", ".join(dict.fromkeys(spec.name for spec in SPECS if spec.kernel))
+        raise ValueError(
+            f"--only: no configuration has {only!r} in its name; known: {names}; no kernel has "
+            f"that name; known: {kernels}"
+        )
     return found
+
+
+def _kernel_of(configuration: str, arch: int, ops: Collection[str]) -> str:
+    """Return the kernel that a configuration's call of one of `ops` runs, as backend:kernel."""
+    from mlakit.kernels.launch import compiling
+
+    backend, case = configured(configuration)
+    if case.op not in ops or is_amd(arch):
+        return ""
+    with compiling(_target(arch)):
+        return f"{backend}:{kernel_of(case, 'cpu', backend)}"
+
+
+def _target(arch: int) -> Target:
+    from mlakit.kernels.launch import AMD_SHARED_BYTES, SHARED_BYTES, Target
+
+    return Target(arch, NUM_SMS[arch], (SHARED_BYTES | AMD_SHARED_BYTES)[arch])
 
 
 def run(
     checks: Sequence[tuple[str, int]],
     *,
     jobs: int,
+    dump: Path | None = None,
     after_each: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Compiled]:
     """Run `checks` in `jobs` processes; results are in the order of the checks."""
@@ -152,7 +196,7 @@ def run(
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin_worker)
     try:
         with _interrupts_held_back():  # worker processes inherit it while they start
-            futures = {pool.submit(check, *each): index for index, each in enumerate(checks)}
+            futures = {pool.submit(check, *each, dump): index for index, each in enumerate(checks)}
         for future in as_completed(futures):
             results[futures[future]] = future.result()
             after_each(len(results))
@@ -193,12 +237,15 @@ def _begin_worker() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def run_with_progress(checks: Sequence[tuple[str, int]], *, jobs: int) -> list[Compiled]:
+def run_with_progress(
+    checks: Sequence[tuple[str, int]], *, jobs: int, dump: Path | None = None
+) -> list[Compiled]:
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(checks))
         advance = partial(progress.update, task)
-        return list(run(checks, jobs=jobs, after_each=lambda done: advance(completed=done)))
+        shown = run(checks, jobs=jobs, dump=dump, after_each=lambda done: advance(completed=done))
+        return list(shown)
 
 
 def summary(kernels: Sequence[Compiled]) -> str:

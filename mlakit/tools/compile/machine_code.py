@@ -72,6 +72,20 @@ def machine_code(kernel: Any, log: str = "") -> MachineCode:
     )
 
 
+def write_code(kernel: Any, folder: Path, number: int) -> None:
+    """Write what a kernel was compiled to: IR, PTX, the binary, and NVIDIA's machine code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{number}-{kernel.metadata.name}"
+    for stage, content in kernel.asm.items():
+        if isinstance(content, bytes):
+            path.with_suffix(f".{stage}").write_bytes(content)
+        elif isinstance(content, str):
+            path.with_suffix(f".{stage}").write_text(content, "utf-8")
+    if "cubin" in kernel.asm:
+        code = _output_of("nvdisasm", "--print-code", str(path.with_suffix(".cubin")))
+        path.with_suffix(".sass").write_text(code, "utf-8")
+
+
 def _amd_machine_code(assembly: str) -> MachineCode:
     """Scalar registers are spilled to lanes of vector registers: only scratch memory counts."""
     registers = re.findall(r"^ *\.vgpr_count: +(\d+)$", assembly, re.MULTILINE)

@@ -12,7 +12,7 @@ from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.knobs import Backend
 from mlakit.dispatch.specs import KernelSpec, Problem
 from mlakit.formats import Format
-from mlakit.tools.workloads.case import BatchedCase
+from mlakit.tools.workloads.case import BatchedCase, Case
 from mlakit.tools.workloads.decode import DecodeCase
 from mlakit.tools.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
 from mlakit.tools.workloads.indexer_select import IndexerSelectCase
@@ -91,7 +91,7 @@ class _Selected(Exception):
     """Carries the name of the selected kernel out of a call before its launch."""
 
 
-def kernel_of(launch: BatchedCase, device: str, backend: str) -> str:
+def kernel_of(launch: Case, device: str, backend: str) -> str:
     """The name of the kernel to which dispatch gives a launch, which does not run; "" if none."""
     real = selection.select
 

@@ -57,7 +57,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 def test_the_command_compiles_a_sample(monkeypatch, part):
     asked = []
     monkeypatch.setattr(
-        compilation, "run_with_progress", lambda checks, jobs: asked.extend(checks) or []
+        compilation, "run_with_progress", lambda checks, jobs, dump: asked.extend(checks) or []
     )
     assert invoke("--sample", part)[0] == 0
     assert asked == samples.checks_with_sample(part)

@@ -334,6 +334,42 @@ def test_a_name_that_no_check_has_is_an_error(monkeypatch):
     assert compilation.checks_with("merge-2", checks) == [merge]
 
 
+@pytest.mark.slow
+def test_checks_are_found_by_the_kernel_that_explain_prints():
+    checks = [
+        *(("hopper-decode-h128-bf16", 90), ("hopper-decode-h16-bf16", 90), ("merge-2", 90)),
+        *(("hopper-sparse-h128-bf16", 90), ("decode-h16-bf16", 90)),
+    ]
+    assert {name for name, _ in checks} < {
+        *configurations.CONFIGURATIONS,
+        *configurations.HOPPER,
+    }
+    for only in ("m64_bf16", "hopper:m64_bf16"):
+        found = compilation.checks_with(only, checks)
+        assert found == [checks[0], checks[3]]
+    assert compilation.checks_with("small_m_bf16", checks) == [checks[1]]
+
+
+@pytest.mark.slow
+def test_code_is_written_to_a_folder(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from mlakit.tools.compile import compilation
+(kernel,) = compilation.check("quantize-128", 90, Path(sys.argv[1]))
+assert kernel.fault == "", kernel.fault
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == "quantize-128-sm_90"
+    files = {path.suffix: path for path in folder.iterdir()}
+    assert {".ttgir", ".ptx", ".cubin", ".sass"} <= set(files)
+    name = files[".ptx"].stem.partition("-")[2]
+    assert f".entry {name}(" in files[".ptx"].read_text()
+    assert "EXIT" in files[".sass"].read_text()
+
+
 def descendants(pid: int) -> set[int]:
     """Of a process, as /proc has them."""
     children = set()
@@ -409,7 +445,9 @@ def test_an_interrupt_ends_compiling_at_once(begun, send, tmp_path):
 
 def test_a_faulty_kernel_fails_the_command(monkeypatch):
     faulty = replace(MERGE, spill_stores=8)
-    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, faulty])
+    monkeypatch.setattr(
+        compilation, "run_with_progress", lambda checks, jobs, dump: [MERGE, faulty]
+    )
     code, output = invoke("support", "--compile")
     assert code == 1
     assert "spills: 8 stores" in output
@@ -418,7 +456,9 @@ def test_a_faulty_kernel_fails_the_command(monkeypatch):
 
 def test_allowed_spills_are_shown(monkeypatch):
     spilling = replace(MERGE, spill_stores=2, spill_loads=3, spill_bound=(2, 3))
-    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, spilling])
+    monkeypatch.setattr(
+        compilation, "run_with_progress", lambda checks, jobs, dump: [MERGE, spilling]
+    )
     code, output = invoke("support", "--compile")
     assert code == 0
     assert "ok, allowed spills" in output
@@ -427,7 +467,7 @@ def test_allowed_spills_are_shown(monkeypatch):
 
 def test_kernels_for_amd_are_said_not_to_have_run(monkeypatch):
     amd = replace(MERGE, arch=0x942, spill_stores=2)
-    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, amd])
+    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs, dump: [MERGE, amd])
     code, output = invoke("support", "--compile")
     assert code == 0
     assert "gfx942" in output
