@@ -7,11 +7,15 @@ Sequences share the pages of a common prefix, copy on write. Before a sequence w
 partly filled last page while that page is shared, it gets a page of its own, and the caller copies
 the existing rows (`PageCopy`). A full page is never copied.
 
+A sequence whose first tokens are not read again, as behind a sliding window, drops their pages:
+`drop_before`. Their places hold `UNUSED_PAGE`, in its page table too.
+
 Every call is atomic, also with several threads. After each call, also a failed one:
 
     a page is either free or used by at least one live sequence
     the reference count of a page is the number of live sequences that use it
-    a live sequence of `length` tokens uses exactly ceil(length / page_size) different pages
+    a live sequence of `length` tokens uses exactly ceil(length / page_size) different pages, less
+    those that it dropped
 
 A step of a serving loop:
 
@@ -39,7 +43,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 UNUSED_PAGE = -1
-"""Page id in a page table after the last page of a sequence."""
+"""Page id in a page table after the last page of a sequence, and in place of dropped pages."""
 
 
 class OutOfPagesError(RuntimeError):
@@ -87,7 +91,7 @@ class PagedSequence:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Page ids, in token order."""
+        """Page ids, in token order; -1 in place of dropped pages."""
         with self._allocator._lock:
             self._require_live("pages")
             return tuple(self._pages)
@@ -230,6 +234,23 @@ class PageAllocator:
         sequence._length = kept_tokens
 
     @_locked
+    def drop_before(self, sequence: PagedSequence, token: int) -> None:
+        """Free the pages of a sequence whose tokens are all before `token`; its length stays.
+
+        The sequence can no longer be cut within the dropped tokens. Forks keep their pages.
+        """
+        dims = Dims("PageAllocator.drop_before")
+        self._check_member(dims, "sequence", sequence)
+        end = dims.integer("token", token, 0)
+        must = f"not exceed the length of sequence, {sequence._length}"
+        dims.require(end <= sequence._length, "token", must, end)
+        last = first = end // self.page_size
+        while first and sequence._pages[first - 1] != UNUSED_PAGE:
+            first -= 1
+        self._release(sequence._pages[first:last])
+        sequence._pages[first:last] = array("i", [UNUSED_PAGE]) * (last - first)
+
+    @_locked
     def fork(self, sequence: PagedSequence, length: int | None = None) -> PagedSequence:
         """A new sequence that shares the first `length` tokens (None: all); it needs no free page.
 
@@ -356,11 +377,14 @@ class PageAllocator:
 
     def _share(self, pages: Iterable[int]) -> None:
         for page in pages:
-            self._ref_counts[page] += 1
+            if page != UNUSED_PAGE:
+                self._ref_counts[page] += 1
 
     def _release(self, pages: Sequence[int]) -> None:
         # last page first, so that the stack allocates them in the same order again
         for page in reversed(pages):
+            if page == UNUSED_PAGE:
+                continue
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
                 self._free.append(page)
@@ -410,6 +434,9 @@ def _length_within(dims: Dims, sequence: PagedSequence, length: int) -> int:
     kept = dims.integer("length", length, 0)
     must = f"not exceed the length of sequence, {longest}"
     dims.require(kept <= longest, "length", must, kept)
+    page = (kept - 1) // sequence._allocator._page_size
+    is_dropped = 0 < kept < longest and sequence._pages[page] == UNUSED_PAGE
+    dims.require(not is_dropped, "length", "be 0 or within the tokens that are not dropped", kept)
     return kept
 
 

@@ -136,6 +136,41 @@ def test_truncate_gives_back_the_pages_it_empties():
     assert sorted(sequence.pages) == sorted(pages)
 
 
+def test_a_sequence_drops_its_first_pages():
+    allocator = PageAllocator(4, 4)
+    sequence = allocator.reserve(10)
+    fork = allocator.fork(sequence)
+    kept = sequence.pages[1:]
+    allocator.drop_before(sequence, 7)
+    assert (sequence.pages, sequence.length) == ((-1, *kept), 10)
+    assert allocator.page_table([sequence, fork]).tolist() == [[-1, *kept], [*fork.pages]]
+    assert allocator.num_free_pages == 1  # the fork still reads the page
+    allocator.free(fork)
+    assert allocator.num_free_pages == 2
+    allocator.drop_before(sequence, 7)
+    assert allocator.append(sequence, 3) == []
+    allocator.free(sequence)
+    assert allocator.num_free_pages == 4
+
+
+def test_dropped_tokens_do_not_come_back():
+    allocator = PageAllocator(4, 4)
+    sequence = allocator.reserve(10)
+    allocator.drop_before(sequence, 9)
+    must = "length must be 0 or within the tokens that are not dropped"
+    for method in ("truncate", "fork"):
+        before = state(allocator)
+        with raises(f"PageAllocator.{method}: {must}, got 8"):
+            getattr(allocator, method)(sequence, 8)
+        assert state(allocator) == before
+    with raises(
+        "PageAllocator.drop_before: token must not exceed the length of sequence, 10, got 11"
+    ):
+        allocator.drop_before(sequence, 11)
+    allocator.truncate(sequence, 0)
+    assert allocator.num_free_pages == 4
+
+
 def test_append_after_a_rollback_copies_the_page_a_fork_still_reads():
     allocator = PageAllocator(3, 4)
     sequence = allocator.reserve(8)
@@ -191,6 +226,7 @@ def test_out_of_pages_is_an_error_that_changes_nothing():
 METHODS = {
     "append": lambda allocator, sequence: allocator.append(sequence, 1),
     "truncate": lambda allocator, sequence: allocator.truncate(sequence, 0),
+    "drop_before": lambda allocator, sequence: allocator.drop_before(sequence, 0),
     "fork": lambda allocator, sequence: allocator.fork(sequence),
     "free": lambda allocator, sequence: allocator.free(sequence),
 }

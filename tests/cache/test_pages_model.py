@@ -23,18 +23,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mlakit.cache.pages import OutOfPagesError, PageAllocator, PageCopy, PagedSequence
-from tests.cache.page_states import assert_consistent, raises, state
+from mlakit.cache.pages import UNUSED_PAGE, OutOfPagesError, PageAllocator, PageCopy, PagedSequence
+from tests.cache.page_states import assert_consistent, pages_in_use, raises, state
 
 pytestmark = pytest.mark.slow
 
 
 @dataclass(eq=False)
 class Request:
-    """A sequence, and the tokens it must read back."""
+    """A sequence, and the tokens it must read back, but for those that it dropped."""
 
     sequence: PagedSequence
     tokens: list[int]
+    dropped: int = 0
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -58,7 +59,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.next_token = count()
 
     def holders(self) -> Counter[int]:
-        return Counter(page for r in self.requests for page in r.sequence.pages)
+        return Counter(page for r in self.requests for page in pages_in_use(r.sequence))
 
     def write(self, request: Request, num_tokens: int) -> None:
         size = self.allocator.page_size
@@ -114,8 +115,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         for request, num_tokens in batch.items():
             self.write(request, num_tokens)
 
-    def track(self, sequence: PagedSequence, tokens: list[int]) -> Request:
-        request = Request(sequence, tokens)
+    def track(self, sequence: PagedSequence, tokens: list[int], dropped: int = 0) -> Request:
+        request = Request(sequence, tokens, dropped)
         self.requests.append(request)
         return request
 
@@ -143,23 +144,50 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(request=live, fraction=fraction)
     def truncate(self, request, fraction):
         length = round(fraction * len(request.tokens))
+        if self.is_refused("truncate", request, length):
+            return
         self.allocator.truncate(request.sequence, length)
         del request.tokens[length:]
+        request.dropped = min(request.dropped, length)
+
+    @rule(request=live, fraction=fraction)
+    def drop_before(self, request, fraction):
+        size, token = self.allocator.page_size, round(fraction * len(request.tokens))
+        holders, before = self.holders(), request.dropped
+        request.dropped = max(before, token // size * size)
+        gone = request.sequence.pages[before // size : request.dropped // size]
+        alone = sum(holders[page] == 1 for page in gone)
+        self.attempt(-alone, lambda: self.allocator.drop_before(request.sequence, token))
+
+    def is_refused(self, method: str, request: Request, length: int) -> bool:
+        """Whether a cut is within the dropped tokens, which changes nothing."""
+        if not 0 < length < len(request.tokens) or length > request.dropped:
+            return False
+        before = state(self.allocator)
+        must = "length must be 0 or within the tokens that are not dropped"
+        with raises(f"PageAllocator.{method}: {must}, got {length}"):
+            getattr(self.allocator, method)(request.sequence, length)
+        assert state(self.allocator) == before
+        return True
 
     @rule(target=live, request=live, fraction=fraction)
     def fork(self, request, fraction):
         length = round(fraction * len(request.tokens))
+        if self.is_refused("fork", request, length):
+            return multiple()
         sequence = self.attempt(0, lambda: self.allocator.fork(request.sequence, length))
-        return self.track(sequence, request.tokens[:length])
+        return self.track(sequence, request.tokens[:length], min(request.dropped, length))
 
     @rule(target=live, request=live)
     def fork_whole(self, request):
         sequence = self.attempt(0, lambda: self.allocator.fork(request.sequence))
-        return self.track(sequence, request.tokens.copy())
+        return self.track(sequence, request.tokens.copy(), request.dropped)
 
     @rule(target=live, request=live, fraction=fraction)
     def adopt(self, request, fraction):
         length = round(fraction * len(request.tokens))
+        if request.dropped:  # a page id of -1 is no page
+            return multiple()
         pages = request.sequence.pages[: ceil(length / self.allocator.page_size)]
         sequence = self.attempt(0, lambda: self.allocator.adopt(pages, length))
         return self.track(sequence, request.tokens[:length])
@@ -167,7 +195,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(target=freed, request=consumes(live))
     def free(self, request):
         holders = self.holders()
-        alone = sum(holders[page] == 1 for page in request.sequence.pages)
+        alone = sum(holders[page] == 1 for page in pages_in_use(request.sequence))
         self.attempt(-alone, lambda: self.allocator.free(request.sequence))
         self.requests.remove(request)
         return request
@@ -217,8 +245,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         kv_lens = self.allocator.kv_lens(sequences).tolist()
         size = self.allocator.page_size
         for request, pages, kv_len in zip(self.requests, table, kv_lens, strict=True):
-            read = [self.rows[pages[t // size]][t % size] for t in range(kv_len)]
-            assert read == request.tokens
+            first = request.dropped
+            assert set(pages[: first // size]) <= {UNUSED_PAGE}
+            read = [self.rows[pages[t // size]][t % size] for t in range(first, kv_len)]
+            assert read == request.tokens[first:]
 
 
 steps = settings(
@@ -269,6 +299,22 @@ class KeepsTruncatedPages(PageAllocator):
         sequence._pages = pages
 
 
+class DropsPagesOfForks(PageAllocator):
+    """The pages go though a fork reads them."""
+
+    def drop_before(self, sequence, token):
+        for page in sequence._pages[: token // self.page_size]:
+            if page >= 0:
+                self._ref_counts[page] = 1
+        super().drop_before(sequence, token)
+
+
+class DropsThePageOfTheToken(PageAllocator):
+    def drop_before(self, sequence, token):
+        length, size = sequence._length, self.page_size
+        super().drop_before(sequence, min(-(-token // size) * size, length))
+
+
 class TakesPagesBeforeItCounts(PageAllocator):
     """Half of a batch has grown when the pages run out."""
 
@@ -285,6 +331,8 @@ class TakesPagesBeforeItCounts(PageAllocator):
         CopiesAnotherPage,
         ForgetsToCount,
         KeepsTruncatedPages,
+        DropsPagesOfForks,
+        DropsThePageOfTheToken,
         TakesPagesBeforeItCounts,
     ],
 )
