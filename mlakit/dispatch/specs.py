@@ -42,6 +42,7 @@ class Use(Enum):
     UNALIGNED_KEYS = "unaligned rows of k_nope or k_rope"
     UNALIGNED_VALUES = "unaligned rows of v"
     OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
+    OTHER_ROPE_STEPS = "rope columns at other steps"  # in a tensor of their own, between pages
     SPLIT_EXTRA = "split extra cache"  # extra= of sparse_mla, with rows in two tensors
     ALIBI_SLOPES = "alibi_slopes"  # alibi_slopes= is given
 

@@ -164,8 +164,11 @@ def decode_problem(
         uses.append(Use.FLAT_PAGE_TABLE)
     if a.shard.world > 1:
         uses.append(Use.KV_SHARD)
-    if not is_uniformly_strided(a.layer.payload):
+    payload, rope = a.layer.payload, a.layer.rope
+    if not (is_uniformly_strided(payload) and (rope is None or is_uniformly_strided(rope))):
         uses.append(Use.UNALIGNED_CACHE)
+    elif rope is not None and not _have_same_gaps(payload, rope):
+        uses.append(Use.OTHER_ROPE_STEPS)
     return Problem(
         *device_facts(a.layer.payload.device),
         dtype=str(a.dtype),
@@ -180,6 +183,12 @@ def decode_problem(
         num_sms=num_sms(a.layer.payload.device),
         is_batch_invariant=is_batch_invariant,
     )
+
+
+def _have_same_gaps(first: Tensor, second: Tensor) -> bool:
+    """Return whether pages [pages, page_size, columns] of both are as many rows apart."""
+    rows = (first.stride(0) * second.stride(1), second.stride(0) * first.stride(1))
+    return first.shape[0] <= 1 or first.shape[1] == 1 or rows[0] == rows[1]
 
 
 def _capacity(page_table: PageTable, layer: CacheLayer) -> int:

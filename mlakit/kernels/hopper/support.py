@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 from mlakit.dispatch.architectures import arch_name
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
-from mlakit.formats import FormatTraits, known_format, row_codec
+from mlakit.formats import SPLIT_FORMATS, FormatTraits, known_format, row_codec
 from mlakit.kernels.hopper.decode.configs import (
     BLOCK,
     D_C,
     D_R,
+    MIN_TMA_PAGE_M64_BF16,
     PAGES,
     SMALL_M_HEADS,
     SMALL_WORK_BLOCKS,
@@ -60,10 +61,11 @@ def _why_not_decode(problem: Problem) -> str | None:
     refusal = _why_not_device(problem)
     if refusal is not None:
         return refusal
-    if problem.format not in FORMATS:
+    stored = _stored(problem)
+    if stored not in FORMATS:
         return f"needs rows of {' or '.join(FORMATS)}, got {problem.format}"
-    if problem.dtype not in FORMATS[problem.format]:
-        needed = " or ".join(FORMATS[problem.format])
+    if problem.dtype not in FORMATS[stored]:
+        needed = " or ".join(FORMATS[stored])
         return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
     row = problem.row
     if row is None or (row.width, row.v_width) != ROW:
@@ -71,6 +73,11 @@ def _why_not_decode(problem: Problem) -> str | None:
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
     return refused[0].refusal if refused else None
+
+
+def _stored(problem: Problem) -> str:
+    """Return the format of rows, whether they are in one tensor or in two."""
+    return problem.format.removesuffix("_split")
 
 
 def _taken_uses(problem: Problem) -> tuple[Use, ...]:
@@ -87,7 +94,7 @@ def _traits(problem: Problem) -> FormatTraits:
 def _needs_format(*formats: str) -> Callable[[Problem], str | None]:
     def why_not(problem: Problem) -> str | None:
         refusal = _why_not_decode(problem)
-        if refusal is None and problem.format not in formats:
+        if refusal is None and _stored(problem) not in formats:
             refusal = f"needs rows of {' or '.join(formats)}, got {problem.format}"
         return refusal
 
@@ -103,6 +110,8 @@ def _needs_fp8_query(problem: Problem) -> str | None:
 
 
 def _why_not_m64_fp8_kv(problem: Problem) -> str | None:
+    if problem.format in SPLIT_FORMATS:
+        return f"needs rows in one tensor, got {problem.format}"
     refusal = _needs_format(*_FP8_FORMATS)(problem)
     if refusal is None and problem.dtype == E4M3 and _traits(problem).SCALED_BY != "group":
         refusal = f"needs 16-bit queries with rows of {problem.format}, got {problem.dtype}"
@@ -230,6 +239,24 @@ def _sparse(kernel: str) -> KernelSpec:
 _LAUNCH = f"{__package__}.decode.launch"
 
 
+def _with_pages(
+    kernel: str, why_not: Callable[[Problem], str | None]
+) -> Callable[[Problem], str | None]:
+    """Return the predicate of a kernel whose gather producer reads rows of one tensor only."""
+    smallest = MIN_TMA_PAGE_M64_BF16 if kernel == "m64_bf16" else PAGES[0]
+    taken = [page for page in PAGES if page >= smallest]
+
+    def why_not_pages(problem: Problem) -> str | None:
+        refusal = why_not(problem)
+        is_tma_page = problem.page_size in taken or problem.page_size % BLOCK == 0
+        if refusal is None and problem.format in SPLIT_FORMATS and not is_tma_page:
+            sizes = f"{', '.join(map(str, taken))} or a multiple of {BLOCK}"
+            refusal = f"needs pages of {sizes} rows with {problem.format}, got {problem.page_size}"
+        return refusal
+
+    return why_not_pages
+
+
 def _decode(
     kernel: str,
     why_not: Callable[[Problem], str | None],
@@ -239,7 +266,7 @@ def _decode(
         "hopper",
         "mla_decode",
         f"{_LAUNCH}:mla_decode",
-        why_not,
+        _with_pages(kernel, why_not),
         planner=f"{_LAUNCH}:plan_mla_decode",
         kernel=kernel,
         why_slower=why_slower,

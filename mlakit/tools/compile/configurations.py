@@ -282,6 +282,10 @@ HOPPER_DECODES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         )
         for page_size in page_sizes
     ),
+    ("h128-bf16_split", "bf16_split", 128, MUCH_WORK),
+    ("h16-bf16_split-page32", "bf16_split", 16, {"page_size": 32}),
+    ("h128-fp8_split-e4m3-q", "fp8_split", 128, {**E4M3_QUERY, **MUCH_WORK}),
+    ("h16-fp8_split", "fp8_split", 16, {}),
     ("h128-fp8-e4m3-q-page24", "fp8", 128, {"page_size": 24, **E4M3_QUERY, **MUCH_WORK}),
     ("h128-fp8_token-e4m3-q-page1", "fp8_token", 128, {"page_size": 1, **E4M3_QUERY, **MUCH_WORK}),
 )

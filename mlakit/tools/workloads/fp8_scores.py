@@ -19,7 +19,7 @@ from mlakit.model.masks import Mask
 from mlakit.ops.indexer import LOGITS, logits_problem
 from mlakit.reference.hopper_fp8_mma import fp8_mma
 
-FORMATS = ("fp8", "fp8_token")
+FORMATS = ("fp8", "fp8_token", "fp8_split")
 HOPPER_ARCH = 90
 MAX_DEQUANTIZED_HEADS = 32  # up to these the small_m kernels convert FP8 to bf16
 
@@ -46,7 +46,7 @@ def fp8_qk_scores(
     """float32 [n, keys]: q · row, without the scale of the query."""
     latent, rope = row.kv_lora_rank, row.qk_rope_head_dim
     stored = torch.where(row_scales == 0, 0.0, rows.T / row_scales).T
-    if format == "fp8":  # the kernel adds the rope columns first
+    if format != "fp8_token":  # the kernel adds the rope columns first
         order = torch.arange(latent + rope, device=q.device).roll(rope)
         sums = fp8_mma(q[:, order], stored[:, order])
     else:

@@ -250,18 +250,25 @@ def _cache_arguments(
     gather = _gather(kernel, layer, rows)
     is_gathered = gather.words is not None
     format = layer.codec.traits
+    # support takes rotated columns in a tensor of their own only with the same PAGE_ROWS
+    rope_rows = rows if layer.rope is None else _as_rows(layer.rope)[0]
     if not format.IS_E4M3:
         kv = _tma_tiles(rows, tile_rows, tiles.kv_columns)
-        kv_rope = _tma_tiles(rows, tile_rows, D_R)
+        kv_rope = _tma_tiles(rope_rows, tile_rows, D_R)
+        rope_column = D_C if layer.rope is None else 0
         extra_arguments: dict[str, Any] = {}
         config: Any = small_m_bf16_config(tiles.rows) if kernel == "small_m_bf16" else None
         if kernel == "m64_bf16":
-            extra_arguments = {"packed_rows": rows if _is_packed(rows) else None}
+            is_packed = _is_packed(rows) and layer.rope is None
+            extra_arguments = {"packed_rows": rows if is_packed else None}
             config = m64_bf16_config(head_tiles, is_gathered=is_gathered)
-        return CacheArguments(kv, kv_rope, page_rows, D_C, gather, extra_arguments, 1.0, config)
+        return CacheArguments(
+            kv, kv_rope, page_rows, rope_column, gather, extra_arguments, 1.0, config
+        )
     words = rows.view(torch.int32)
     if not format.IS_BF16_ROPE:
-        kv_rope, rope_column = _tma_tiles(words, tile_rows, D_R // 4), D_C // 4
+        kv_rope = _tma_tiles(rope_rows.view(torch.int32), tile_rows, D_R // 4)
+        rope_column = D_C // 4 if layer.rope is None else 0
     else:
         values = rows.view(torch.bfloat16)
         kv_rope, rope_column = _tma_tiles(values, tile_rows, D_R), values.shape[1] - D_R

@@ -141,7 +141,15 @@ def _even_pair(
     block = keys.first_block + 2 * pair
     rows_even, rows_odd = pair_rows
     if not IS_LAST:
-        load_part(inputs.kv_rope, rows_even, 512, barriers.rope_even, smem.rope, 0, ROPE_BYTES)
+        load_part(
+            inputs.kv_rope,
+            rows_even,
+            inputs.ROPE_COLUMN,
+            barriers.rope_even,
+            smem.rope,
+            0,
+            ROPE_BYTES,
+        )
         pair_rows = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block, keys, IS_LAST, logits)
     even_max = next_row_max(softmax.row_max, gl.max(scores, 1) * logits.scale)
@@ -202,7 +210,15 @@ def _odd_pair(
     block = keys.first_block + 2 * pair
     rows_even, rows_odd = pair_rows
     if not IS_LAST:
-        load_part(inputs.kv_rope, rows_odd, 512, barriers.rope_odd, smem.rope, 1, ROPE_BYTES)
+        load_part(
+            inputs.kv_rope,
+            rows_odd,
+            inputs.ROPE_COLUMN,
+            barriers.rope_odd,
+            smem.rope,
+            1,
+            ROPE_BYTES,
+        )
         pair_rows = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block + 1, keys, IS_LAST, logits)
     mbarrier.wait(barriers.p_even, phase)

@@ -208,7 +208,9 @@ def load_even(inputs, token, first_head, rows, smem, barriers):
     rope_row, rope_column = query_at(
         token, first_head, inputs.q_rope_token_rows, inputs.Q_ROPE_BY_HEAD
     )
-    load_part(inputs.kv_rope, rows, 512, barriers.rope_even, smem.rope, 0, ROPE_BYTES)
+    load_part(
+        inputs.kv_rope, rows, inputs.ROPE_COLUMN, barriers.rope_even, smem.rope, 0, ROPE_BYTES
+    )
     load_part(inputs.kv, rows, 0, barriers.left_even, smem.left, 0, HALF_BYTES)
     mbarrier.expect(barriers.q, 2 * ROPE_BYTES + 2 * HALF_BYTES)
     tma_load(inputs.q_rope, [rope_row, rope_column], barriers.q, smem.p_even)
@@ -227,7 +229,7 @@ def load_odd_left(inputs, rows, smem, barriers):
 @gluon.jit
 def load_odd_right(inputs, rows, smem, barriers):
     """The rest of the second block."""
-    load_part(inputs.kv_rope, rows, 512, barriers.rope_odd, smem.rope, 1, ROPE_BYTES)
+    load_part(inputs.kv_rope, rows, inputs.ROPE_COLUMN, barriers.rope_odd, smem.rope, 1, ROPE_BYTES)
     load_part(inputs.kv, rows, 256, barriers.right_odd, smem.right, 1, HALF_BYTES)
 
 
@@ -255,7 +257,8 @@ def gather_producer(item, index, inputs, scheduler, smem, barriers):
             for i in gl.static_range(2):
                 rows = rows_of_block(inputs, keys, lookup, block)
                 lookup = lookup_block(inputs, keys, block + 1)
-                _gather_part(inputs, inputs.kv_rope, rows, 512, rope[i], phase, smem.rope.index(i))
+                tile = smem.rope.index(i)
+                _gather_part(inputs, inputs.kv_rope, rows, inputs.ROPE_COLUMN, rope[i], phase, tile)
                 _gather_part(inputs, inputs.kv, rows, 0, left[i], phase, smem.left.index(i))
                 _gather_part(inputs, inputs.kv, rows, 256, right[i], phase, smem.right.index(i))
                 block += 1

@@ -33,6 +33,7 @@ class Inputs:
     stride_entry: object
     PAGE_ROWS: object  # rows of the cache's descriptor from a page to the next
     PAGE: object  # rows of a page
+    ROPE_COLUMN: object  # of the descriptor of rotated columns
     words: object  # the cache, if a gather producer loads its rows, or None
     row_chunks: object  # chunks of 16 bytes from a row of the cache to the next, or None
 
@@ -125,6 +126,7 @@ def make_work(
         stride_entry=batch.stride_entry,
         PAGE_ROWS=TRAITS.PAGE_ROWS,
         PAGE=TRAITS.PAGE,
+        ROPE_COLUMN=TRAITS.ROPE_COLUMN,
         words=gather.words,
         row_chunks=gather.row_chunks,
     )
