@@ -52,7 +52,8 @@ LAYERS = (
     "tools tools.columns tools.options tools.testing",
     "tools.workloads",
     "tools.bench tools.check tools.compile",
-    "tools.demo tools.doctor tools.emulator tools.generate tools.memory tools.support tools.tiny",
+    "tools.accuracy tools.demo tools.doctor tools.emulator tools.generate tools.memory"
+    " tools.support tools.tiny",
     "tools.planner",
     "tools.commands",
     "tools.cli",

@@ -95,6 +95,7 @@ def test_completed_ops_are_those_there_are():
 COMMANDS = {
     "demo": ["demo"],
     "generate": ["generate", "DeepSeek-V2-Lite", "--prompt", "a"],
+    "accuracy": ["accuracy", "DeepSeek-V2-Lite"],
     "tiny": ["tiny", "deepseek-v3", "/dev/null"],
     "bench": ["bench", "cpu", "--quick"],
     "explain": ["explain", "mla_decode"],

@@ -1,6 +1,6 @@
 """The commands of `mlakit`, by topic. `mlakit.tools.cli` puts them together.
 
-    run.py      demo, generate, tiny
+    run.py      demo, generate, tiny, accuracy
     bench.py    bench
     kernels.py  explain, support
     models.py   memory, plan, warmup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -119,3 +120,47 @@ def tiny(
         logging.disable_progress_bar()
         name = write(model, folder, seed=seed)
     typer.echo(f"A small {name} with random weights is in {folder}.")
+
+
+@app.command(
+    cls=Command,
+    epilog="Example: [bold]mlakit accuracy DeepSeek-V2-Lite --text book.txt --format fp8[/bold]",
+)
+def accuracy(
+    model_dir: Annotated[
+        Path, typer.Argument(help="Folder of a checkpoint of transformers.", metavar="MODEL_DIR")
+    ],
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to measure with. Default: random tokens."),
+    ] = None,
+    tokens: int = typer.Option(512, min=2, help="Largest number of tokens."),
+    format: Annotated[
+        list[str] | None,
+        typer.Option(help="Cache format; may be repeated. Default: all that the model supports."),
+    ] = None,
+    dtype: str = typer.Option(
+        "auto", help="Weights' dtype: auto (the checkpoint's), bf16, fp16 or fp32."
+    ),
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+) -> None:
+    """Show what each cache format costs a model: error of attention by layer, and perplexity.
+
+    The model runs once with eager attention and once patched per format, over the same tokens.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from mlakit.tools.accuracy import measure, table
+
+    with usage_errors(), needs_transformers("accuracy"):
+        if text is not None and not text.is_file():
+            raise ValueError(f"text must be a file, got {text}")
+        content = None if text is None else text.read_text("utf-8", errors="replace")
+        found = measure(model_dir, content, tokens, format or (), dtype, device)
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+    else:
+        Console().print(table(found, "random tokens" if text is None else text.name))
