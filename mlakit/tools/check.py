@@ -20,6 +20,7 @@ from rich.table import Table
 from mlakit.dispatch import selection
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.knobs import Backend
+from mlakit.tools.columns import counted
 from mlakit.tools.workloads import CASES, Case
 from mlakit.tools.workloads.random_cases import SeededDraw, random_case
 from mlakit.tools.workloads.random_launches import LAUNCHES, kernel_of, random_launch
@@ -422,9 +423,10 @@ def summary(outcome: Outcome) -> str:
     if settings.launches is not None:
         failures = "no failure" if failure is None else "1 failure"
         done, seconds = outcome.num_done, outcome.seconds
-        lines.append(f"{done} launches of seed {settings.seed} in {seconds:.1f} s, {failures}.")
+        launches = "launch" if done == 1 else "launches"
+        lines.append(f"{done} {launches} of seed {settings.seed} in {seconds:.1f} s, {failures}.")
     elif failure is None:
-        lines.append(f"{outcome.num_correct} calls, all results correct.")
+        lines.append(f"{counted(outcome.num_correct, 'call')}, all results correct.")
     return "\n".join(lines)
 
 

@@ -16,6 +16,11 @@ from mlakit.dispatch import knobs
 WIDE = 150  # columns if the output is not a terminal
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 call", "2 calls"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def wide_console() -> Console:
     """A console for tables: as wide as the terminal or COLUMNS, else `WIDE`."""
     has_width = Console().is_terminal or knobs.columns() is not None

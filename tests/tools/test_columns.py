@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from mlakit.tools.bench.tables import digits, table, times_of
-from mlakit.tools.columns import Column, fitting_table
+from mlakit.tools.columns import Column, counted, fitting_table
 from tests.tools.bench.fakes import row
 
 LONG = "decode-fp8_block128-b128-h128-q2-8192"  # among the longest names there are
@@ -66,6 +66,10 @@ def test_hidden_columns_are_named_and_the_width_that_shows_them():
     for width in (int(said) - 1, int(said)):
         text = "\n".join(shown(fitting_table(columns, rows, width), width))
         assert ("hidden" in text) == (width < int(said))
+
+
+def test_one_thing_is_not_plural():
+    assert [counted(n, "call") for n in (0, 1, 2)] == ["0 calls", "1 call", "2 calls"]
 
 
 def test_a_table_too_wide_for_its_own_names_folds_them_and_no_number():

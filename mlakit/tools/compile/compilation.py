@@ -31,7 +31,7 @@ from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import NUM_SMS as NUM_SMS
 from mlakit.dispatch.architectures import arch_name, is_amd
 from mlakit.dispatch.selection import SPECS
-from mlakit.tools.columns import Column, fitting_table
+from mlakit.tools.columns import Column, counted, fitting_table
 from mlakit.tools.compile.configurations import configured
 from mlakit.tools.compile.machine_code import assembler_log, machine_code, write_code
 from mlakit.tools.compile.spills import NO_SPILLS, spill_bound
@@ -259,7 +259,8 @@ def summary(kernels: Sequence[Compiled]) -> str:
         result += f", {spilling} with allowed spills"
     if any(is_amd(each.arch) for each in kernels):
         result += "; those for AMD's GPUs have not been run on one"
-    return f"Triton {triton.__version__}: {checks} checks, {len(kernels)} kernels, {result}"
+    counts = f"{counted(checks, 'check')}, {counted(len(kernels), 'kernel')}"
+    return f"Triton {triton.__version__}: {counts}, {result}"
 
 
 def compile_table(kernels: Sequence[Compiled], width: int) -> RenderableType:
