@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from mlakit.dispatch import selection
 from mlakit.dispatch.specs import Problem, Use
-from mlakit.formats import FORMATS
+from mlakit.formats import FORMATS, SPLIT_FORMATS
 from mlakit.tools import check, cli
 from mlakit.tools.check import KINDS, Settings, random_cases, run
 from mlakit.tools.workloads.inputs import DTYPES
@@ -213,7 +213,7 @@ def test_widths_are_those_of_models_unless_any_will_do():
     rows = {(each.kv_lora_rank, each.qk_rope_head_dim, each.v_width) for each in decoded}
     assert rows == set(MODEL_ROWS)
     assert {each.page_size for each in decoded} == set(USUAL_PAGES)
-    assert {each.format for each in decoded} == set(FORMATS)
+    assert {each.format for each in decoded} == {*FORMATS, *SPLIT_FORMATS}
     widths = {
         (each.qk_nope_head_dim, each.qk_rope_head_dim, each.v_head_dim) for each in cases[1::2]
     }
