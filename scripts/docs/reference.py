@@ -265,16 +265,17 @@ def _shown(value: Any) -> str:
 def examples() -> dict[str, Example]:
     """The first example of the guides that uses each name of `mlakit`."""
     found: dict[str, Example] = {}
-    order = ("quickstart.md", "layer.md", "parallel.md", "concepts.md", "formats.md")
-    others = sorted(path.name for path in API.parent.glob("*.md") if path.name not in order)
-    for page in (*order, *others):
-        heading = ""
-        for match in EXAMPLE.finditer((API.parent / page).read_text(encoding="utf-8")):
+    guides = [API.parent / f"{name}.md" for name in ("quickstart", "layer", "parallel", "concepts")]
+    guides += sorted(set(API.parent.glob("*.md")) - set(guides)) + sorted(API.glob("*.md"))
+    for path in guides:
+        page = path.name if path.parent == API else f"../{path.name}"
+        heading, text = "", MARKER.sub("", path.read_text(encoding="utf-8"))
+        for match in EXAMPLE.finditer(text):
             if match[2]:
                 heading = match[2]
                 continue
             for name in _names(match[3]):
-                found.setdefault(name, Example(f"../{page}", heading))
+                found.setdefault(name, Example(page, heading))
     return found
 
 
