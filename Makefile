@@ -35,7 +35,7 @@ DIST_VENV := .venv-dist
 ENGINE_REQUIREMENTS := tests/integrations/engine_requirements.py
 # Both ends of the range of transformers versions, each in an environment like the oldest Triton's;
 # the tests of $(VENV) have the version in between that pyproject.toml names
-TRANSFORMERS := 5.15.0 5.22.2
+TRANSFORMERS := 5.15.0 5.23.0
 TRANSFORMERS_VENV := .venv-transformers-
 # tests differ in length by a factor of 1000: a worker that is done takes some of another's
 PYTEST_JOBS := -n auto --dist worksteal

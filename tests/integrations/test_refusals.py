@@ -55,14 +55,14 @@ def test_an_older_transformers(version, monkeypatch):
 
 def test_versions_that_were_not_tested_warn(monkeypatch):
     model = build("DeepseekV3")
-    with pytest.warns(UserWarning, match=r"up to 5.22, got 5.23.0.dev0"):
-        checks.check_version("5.23.0.dev0")
+    with pytest.warns(UserWarning, match=r"up to 5.23, got 5.24.0.dev0"):
+        checks.check_version("5.24.0.dev0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for version in ("5.15.0", "5.17.0", "5.22.2"):
+        for version in ("5.15.0", "5.17.0", "5.22.2", "5.23.0"):
             checks.check_version(version)
-    monkeypatch.setattr("transformers.__version__", "5.23.0")
-    with pytest.warns(UserWarning, match=r"up to 5.22, got 5.23.0") as warned:
+    monkeypatch.setattr("transformers.__version__", "5.24.0")
+    with pytest.warns(UserWarning, match=r"up to 5.23, got 5.24.0") as warned:
         patch(model)
     assert warned[0].filename == __file__  # it names the line that calls patch
 

@@ -25,7 +25,7 @@ _SHARED_CONFIG = (
 )
 FP8_LINEAR = ("transformers.integrations.finegrained_fp8", "FP8Linear")
 OLDEST = (5, 15)  # the first release that caches latents and has expand_kv
-NEWEST_TESTED = (5, 22)
+NEWEST_TESTED = (5, 23)
 REFUSED_MODELS = {"glm5_next": "its layers have no rope columns and build their own masks"}
 # arguments that reach an attention function and do not change what it computes
 HARMLESS = frozenset(
