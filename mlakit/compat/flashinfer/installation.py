@@ -12,7 +12,7 @@ from mlakit.compat.flashinfer import cascade, mla, page, prefill, topk, trtllm
 from mlakit.compat.installation import Alias, Installation
 
 NAME = "flashinfer"
-PACKAGE = "mlakit.compat.flashinfer"
+PACKAGE = __name__.rpartition(".")[0]
 VERSION = "0.6.18"  # FlashInfer's, which callers check
 
 
