@@ -164,7 +164,7 @@ SEAMS = {
         {"": ("k_cache_prefix", "q_quant", "weights", "topk_indices_buffer")},
     ),
 }
-RELEASES = Releases("vLLM", "vllm", SEAMS, run=("0.32.0",), first="0.26.0", last="0.33.0")
+RELEASES = Releases("vLLM", "vllm", SEAMS, run=("0.32.0", "0.33.0"), first="0.26.0", last="0.33.0")
 
 
 def __getattr__(name: str) -> Any:
