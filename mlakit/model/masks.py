@@ -10,6 +10,10 @@ the traits and the window, never a name.
     sliding_window_noncausal   [q - W + 1, N)
     chunked                    [C, C + W)     C = W * (q // W)
     chunked_causal             [C, q + 1)
+    compressed_causal          [0, (q + 1) // W)
+
+In the last one key j stands for tokens [j * W, (j + 1) * W), as `compress_rows` makes them, and
+positions and N count tokens.
 
 N is the number of keys of the request; every interval is clamped to [0, N).
 """
@@ -31,10 +35,12 @@ class MaskTraits(NamedTuple):
     IS_SLIDING: bool = False  # keys that are `window` or more positions before the query
     IS_CHUNKED: bool = False  # keys of other chunks of `window` positions than the query's own
 
+    IS_COMPRESSED: bool = False  # keys of `window` tokens, of which one is after the query
+
     @property
     def has_window(self) -> bool:
         """Whether a mask of this kind needs the number `window`."""
-        return self.IS_SLIDING or self.IS_CHUNKED
+        return self.IS_SLIDING or self.IS_CHUNKED or self.IS_COMPRESSED
 
 
 KINDS = {
@@ -44,9 +50,10 @@ KINDS = {
     "sliding_window_noncausal": MaskTraits(IS_SLIDING=True),
     "chunked": MaskTraits(IS_CHUNKED=True),
     "chunked_causal": MaskTraits(IS_CAUSAL=True, IS_CHUNKED=True),
+    "compressed_causal": MaskTraits(IS_CAUSAL=True, IS_COMPRESSED=True),
 }
 WINDOWED = tuple(kind for kind, traits in KINDS.items() if traits.has_window)
-INTERVAL_TRAITS = ("IS_CAUSAL", "IS_SLIDING", "IS_CHUNKED")
+INTERVAL_TRAITS = ("IS_CAUSAL", "IS_SLIDING", "IS_CHUNKED", "IS_COMPRESSED")
 """The traits that `Mask.interval`, `Mask.visible` and, on GPUs, `mask_interval` know."""
 
 
@@ -88,6 +95,10 @@ class Mask:
         """Whether no query sees a later key."""
         return self.traits.IS_CAUSAL
 
+    def num_keys(self, num_tokens: int) -> int:
+        """Keys of a request of `num_tokens` tokens."""
+        return num_tokens // self.window if self.traits.IS_COMPRESSED else num_tokens
+
     def interval(self, position: int, num_keys: int) -> tuple[int, int]:
         """The keys [first, last) that the query at `position` sees, out of `num_keys`."""
         first, last = 0, num_keys
@@ -98,6 +109,8 @@ class Mask:
             last = first + self.window
         if self.is_causal:
             last = position + 1
+        if self.traits.IS_COMPRESSED:
+            last //= self.window
         first = max(first, 0)
         return first, max(min(last, num_keys), first)
 
@@ -117,6 +130,8 @@ class Mask:
         seen = (k >= 0).expand(len(positions), len(keys))
         if self.is_causal:
             seen = seen & (k <= q)
+        if self.traits.IS_COMPRESSED:
+            seen = seen & ((k + 1) * self.window <= q + 1)
         if self.traits.IS_SLIDING:
             seen = seen & (k > q - self.window)
         if self.traits.IS_CHUNKED:
@@ -149,3 +164,8 @@ def chunked(window: int) -> Mask:
 def chunked_causal(window: int) -> Mask:
     """The keys of the query's own chunk, up to itself."""
     return Mask("chunked_causal", window)
+
+
+def compressed_causal(rate: int) -> Mask:
+    """The keys of `rate` tokens whose last token is the query's own or an earlier one."""
+    return Mask("compressed_causal", rate)

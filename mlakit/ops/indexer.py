@@ -57,7 +57,8 @@ def indexer_logits(
     cache       index keys, rows of D columns in any format; `PagedLatentCache.wrap_index_keys`
                 sees the 132-byte pages of vLLM and DeepGEMM as one
     page_table, kv_lens, q_starts, mask   as in `mla_decode`; no padding after the queries
-    max_kv_len  columns of the result, at least every kv_len; None: what the page table can hold
+    max_kv_len  columns of the result, at least every kv_len; None: what the page table can hold.
+                Under `masks.compressed_causal` at least kv_len // rate
 
     Returns float32 [tokens, max_kv_len], −inf where a key is not visible.
     """
@@ -145,7 +146,9 @@ def check_scoring(dims: Dims, a: LogitsArguments) -> LogitsArguments:
     check_page_table(dims, a.page_table, dims["batch"])
     columns = dims.integer("max_kv_len", a.columns, 0)
     if lengths is not None:
-        dims.lengths("kv_lens", a.kv_lens, columns, "max_kv_len")
+        for request, length in enumerate(lengths):
+            must = f"not exceed max_kv_len, {columns}"
+            dims.require(a.mask.num_keys(length) <= columns, f"kv_lens[{request}]", must, length)
         check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths)
     dims.bind("columns", columns, "max_kv_len")
     return a._replace(q_starts=starts)

@@ -21,6 +21,7 @@ DEFINITIONS = {
     "sliding_window_noncausal": lambda q, k, w: k + w > q,
     "chunked": lambda q, k, w: k // w == q // w,
     "chunked_causal": lambda q, k, w: k <= q and k // w == q // w,
+    "compressed_causal": lambda q, k, w: k * w + w - 1 <= q,
 }
 
 

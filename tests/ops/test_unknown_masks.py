@@ -23,6 +23,7 @@ class WiderTraits(NamedTuple):
     IS_CAUSAL: bool = False
     IS_SLIDING: bool = False
     IS_CHUNKED: bool = False
+    IS_COMPRESSED: bool = False
     IS_MADE_UP: bool = False
 
     has_window = False

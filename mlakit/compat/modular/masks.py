@@ -5,6 +5,9 @@ from __future__ import annotations
 from mlakit.dispatch.checks import Dims
 from mlakit.model.masks import KINDS, WINDOWED, Mask
 
+NAMES = tuple(kind for kind, traits in KINDS.items() if not traits.IS_COMPRESSED)
+"""The kinds of masks that MAX has."""
+
 
 class CausalMask(Mask):
     """A query sees itself and every key before it."""
@@ -54,7 +57,7 @@ class ChunkedCausalMask(_WindowedMask):
 
 def mask_from_name(dims: Dims, mask_str: str, local_window_size: int | None) -> Mask:
     """The mask named `mask_str`; `local_window_size` is for masks with a window only."""
-    dims.require(mask_str in KINDS, "mask_str", f"be one of {', '.join(KINDS)}", repr(mask_str))
+    dims.require(mask_str in NAMES, "mask_str", f"be one of {', '.join(NAMES)}", repr(mask_str))
     if mask_str not in WINDOWED:
         dims.require(
             local_window_size is None,

@@ -100,6 +100,8 @@ def mask_interval(position, kv_len, window, MASK: tl.constexpr):
         last = tl.where(position < 0, 0, tl.minimum(first + window, kv_len))
     if MASK.IS_CAUSAL:
         last = tl.minimum(position + 1, last)
+    if MASK.IS_COMPRESSED:
+        last = last // window
     return first, tl.maximum(last, first)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from mlakit.dispatch.architectures import AMD
 from mlakit.dispatch.names import Backend
 from mlakit.formats import FORMATS, GROUP_FORMATS
-from mlakit.model.masks import WINDOWED
+from mlakit.model.masks import KINDS, WINDOWED
 from mlakit.tools.workloads import (
     AppendCase,
     AppendRowsCase,
@@ -348,7 +348,9 @@ HOPPER: dict[str, Case] = {
     "hopper-prefill-null": _prefill(128, 64, 128, mask="null"),
     "hopper-prefill-256-256-null": _prefill(192, 64, 256, mask="null"),
     **{
-        f"hopper-prefill-{mask}": _prefill(128, 64, 128, mask=mask, window=300) for mask in WINDOWED
+        f"hopper-prefill-{mask}": _prefill(128, 64, 128, mask=mask, window=300)
+        for mask in WINDOWED
+        if not KINDS[mask].IS_COMPRESSED
     },
     "hopper-prefill-fp8": _prefill_fp8(),
     "hopper-prefill-fp8-unscaled": _prefill_fp8(scaled=False),

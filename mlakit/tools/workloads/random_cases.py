@@ -39,6 +39,7 @@ MODEL_ROWS = ((512, 64, 0), (448, 64, 512), (256, 64, 0), (256, 32, 0), (512, 0,
 # qk_nope_head_dim, qk_rope_head_dim, v_head_dim of DeepSeek-V3, GLM-5, Mistral, MiniCPM3
 MODEL_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128), (64, 32, 64))
 USUAL_PAGES = (1, 16, 64)
+KINDS_OF_HOPPER = tuple(kind for kind, traits in KINDS.items() if not traits.IS_COMPRESSED)
 
 
 class Draw(ABC):
@@ -147,8 +148,8 @@ def _may_imply_starts(draw: Draw, requests: dict[str, Any]) -> bool:
     return all(q_len == 1 for q_len in requests["q_lens"]) and draw.flip()
 
 
-def _masked(draw: Draw) -> dict[str, Any]:
-    kind = draw.choice(("causal", "causal", *KINDS))
+def _masked(draw: Draw, kinds: Sequence[str] = tuple(KINDS)) -> dict[str, Any]:
+    kind = draw.choice(("causal", "causal", *kinds))
     return {"mask": kind, "window": draw.choice((1, 7, 16, 50, 90)) if kind in WINDOWED else 0}
 
 
@@ -504,7 +505,7 @@ def hopper_prefill_case(draw: Draw) -> PrefillCase:
     fields: dict[str, Any] = {
         **_common(draw),
         **_lengths(draw, longest=400, most_queries=300),
-        **_masked(draw),
+        **_masked(draw, KINDS_OF_HOPPER),
         **_attending(draw),
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": rope,
