@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mlakit import reference
 from mlakit.cache import request_slots
 from mlakit.tools import cli
-from mlakit.tools.bench import cpu, environment, suite
+from mlakit.tools.bench import SUITES, cpu, environment, suite
 from mlakit.tools.bench.cpu import WORKLOADS, Decode, Prefill
 from mlakit.tools.bench.measure import (
     MAX_ROUNDS,
@@ -358,7 +358,7 @@ def test_a_suite_for_gpus_says_that_it_needs_one():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in cli.SUITES if name != "cpu"])
+@pytest.mark.parametrize("name", [name for name in SUITES if name != "cpu"])
 def test_a_suite_for_gpus_runs(name, tmp_path):
     file = tmp_path / "figures.json"
     result = CliRunner().invoke(cli.app, ["bench", name, "--quick", "--json", str(file)])
