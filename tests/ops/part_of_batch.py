@@ -15,7 +15,7 @@ from tests.ops.cases import KV_LENS, Q_LENS, Call, starts
 
 PER_TOKEN = ("q", "q_rope", "q_scale", "kv", "weights", "rows", "topk_lens", "logits")
 PER_TOKEN += ("row_starts", "row_ends", "x", "outs", "lses", "slots", "positions")
-PER_TOKEN += ("latent", "tokens")
+PER_TOKEN += ("latent", "tokens", "gate")
 PER_KEY = ("k_nope", "k_rope", "v", "k_scale", "v_scale")
 
 
@@ -43,7 +43,7 @@ def of_requests(call: Call, requests: Sequence[int]) -> Call:
             return plan_decode(kv_lens, num_ctas=2, tile=2, fixed_split=4)
         if name == "kv_lens":
             return value[torch.tensor(requests, dtype=torch.int64)]
-        if name == "page_table":
+        if name in ("page_table", "state_table"):
             return select_requests(value, requests)
         if name in PER_TOKEN or (name in PER_KEY and keys is None):
             return value[chosen]

@@ -284,7 +284,10 @@ PACKAGE = Path(mlakit.__file__).parent
 # commands, which have their process to themselves
 COMMANDS = tuple(
     f"tools/{each}"
-    for each in ("bench/", "demo/", "compile/", "cli.py", "doctor.py", "check.py", "support.py")
+    for each in (
+        *("bench/", "commands/", "compile/", "demo/", "accuracy.py", "check.py", "cli.py"),
+        *("doctor.py", "generate.py", "support.py", "tiny.py"),
+    )
 )
 # torch's factories that have a default dtype; `arange` of integers and `randint` are int64
 OF_A_DTYPE = {

@@ -38,7 +38,7 @@ def test_it_says_what_works_and_why_not():
     assert re.search(r"hopper +no: ", output)
     assert re.search(r"triton +no: needs a card", output)
     assert re.search(
-        r"cpu +works: 13 of 13 ops correct in .* s, then [1-9]\d* random calls", output
+        r"cpu +works: 14 of 14 ops correct in .* s, then [1-9]\d* random calls", output
     )
     assert re.search(r"flash_mla +no: needs a card", output)
     assert re.search(r"eager +yes: torch", output)

@@ -104,7 +104,7 @@ class LocalModel:
 
     def generate(self, prompt: list[int], count: int, progress: Callable[[int], object]) -> Run:
         """Generate at most `count` greedy tokens; call `progress` with the number of new ones."""
-        given = torch.tensor([prompt], device=self.model.device)
+        given = torch.tensor([prompt], dtype=torch.int64, device=self.model.device)
         watch = Stopwatch(len(prompt), progress)
         start = perf_counter()
         found = self.model.generate(
