@@ -98,9 +98,9 @@ def indexer_topk(
     row_starts  [tokens] int32: a row's first column, and what its result counts from; None: 0
     row_ends    [tokens] int32: one past its last column; None: all columns
 
-    In the order of columns, as a gather likes them; of equal logits the lower columns are taken;
-    −inf is never selected; NaN ranks above every number, so that it is seen; slots left over, all
-    at the end, hold −1.
+    Columns come in their own order, as a gather likes them; of equal logits the lower columns are
+    taken. −inf is never selected. NaN ranks above every number, so that it is seen. Slots that are
+    left over stand at the end and hold −1.
     """
     arguments = TopkArguments(
         logits=logits, k=k, row_starts=row_starts, row_ends=row_ends, backend=backend

@@ -46,9 +46,9 @@ def context_parallel_sparse_step(
 ) -> Tensor:
     """`sparse_step` over caches that the ranks of `group` share by tokens.
 
-    The k cached tokens of a query are the best of all ranks, ties included: each rank scores its
-    own index keys, the ranks gather their k best scores, and each rank attends to those of the best
-    k that it caches.
+    The k cached tokens of a query are the best of all ranks, ties included. Each rank scores its
+    own index keys, and the ranks gather their k best scores. A rank attends to those of the best k
+    that it caches.
 
     q, kv, batch, interleave, method, is_head_sharded   as in `context_parallel_decode`
     index       as in `sparse_step`, with the queries, keys and weights of all index heads; its

@@ -35,9 +35,9 @@ from mlakit.steps.side_stream import MAX_SIDE_TOKENS, SideStreams
 class IndexInputs:
     """The lightning indexer's inputs for the new tokens of a step, and its cache of keys.
 
-    The caller prepares them as its model does. DeepSeek-V3.2: q and keys are projected, the keys
-    pass a LayerNorm, the first 64 columns of both are rotated (pairs (p, p + 32)), both may be
-    multiplied by a Hadamard matrix, which leaves the scores as they are; weights are scaled by
+    The caller prepares them as its model does. In DeepSeek-V3.2 q and keys are projected, the keys
+    pass a LayerNorm, and the first 64 columns of both are rotated (pairs (p, p + 32)). Both may be
+    multiplied by a Hadamard matrix, which leaves the scores as they are. Weights are scaled by
     1 / sqrt(index_heads · D). The step quantises and appends the keys.
     """
 

@@ -68,8 +68,8 @@ def assert_matches(
     accumulation, whose error is proportional to the summed terms: a row that is small because its
     terms cancel (an lse near 0) keeps the absolute error of its neighbours.
 
-    In a row of fewer than 64 columns the error of the naive run is too noisy: |naive - exact| then
-    includes a share of the median over all rows, 4 times it for one column, half of it for 32, none
+    In a row of fewer than 64 columns the error of the naive run is too noisy. |naive - exact| then
+    includes a share of the median over all rows: 4 times it for one column, half of it for 32, none
     from 64 on.
     """
     _check_arguments(name, actual, exact, naive)
