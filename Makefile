@@ -101,6 +101,7 @@ compile: $(INSTALLED)
 oldest: $(OLDEST_INSTALLED)
 	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) --thorough -k triton tests/kernels/triton/test_interpreter.py \
 	  tests/kernels/triton/test_decode_plan.py tests/ops/test_*.py
+	$(OLDEST)/bin/python -m pytest -k keys_of_kernels tests/precompile
 	$(OLDEST)/bin/python -m mlakit support --compile --sample portable
 	$(OLDEST)/bin/python -m mlakit warmup deepseek-v3.2 --for steps --format fp8_block128 --arch sm_90
 

@@ -336,7 +336,8 @@ def pytest_terminal_summary(
 def _note(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Return why a test was skipped, or the end of what it failed with."""
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
-        return str(report.longrepr[2]).removeprefix("Skipped: ")
+        why = str(report.longrepr[2]).removeprefix("Skipped: ")
+        return why.replace(str(Path.home()), "~")
     return report.longreprtext[-MOST_NOTED:]
 
 

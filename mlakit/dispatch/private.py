@@ -273,6 +273,27 @@ def count_compilations() -> None:
     knobs.listener = listen
 
 
+def hash_callees_first() -> None:
+    """Have Triton hash the device functions of a kernel before the kernel.
+
+    Triton 3.6 takes over what a callee is known to use before it hashes the callee. The key of a
+    kernel in its cache would depend on the kernels that were launched before. Later versions hash
+    callees first.
+    """
+    from triton.runtime.jit import DependenciesFinder
+
+    own = getattr(DependenciesFinder, "_update_hash", None)
+    if own is None:
+        return
+
+    def update(self: Any, function: Any) -> None:
+        if str(getattr(function, "__module__", "")).startswith(_PACKAGE):
+            function.cache_key  # noqa: B018  # computed once, and kept by Triton
+        own(self, function)
+
+    DependenciesFinder._update_hash = update
+
+
 def launch_hooks() -> Callable[[], bool]:
     """Return what says whether a profiler wants Triton to call it at each launch."""
     import triton

@@ -29,6 +29,7 @@ if knobs.interpreted():
 
     repair()
 private.count_compilations()
+private.hash_callees_first()
 
 
 @dataclass(frozen=True)

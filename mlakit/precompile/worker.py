@@ -80,15 +80,12 @@ class Worker:
 
 def main() -> None:
     """Compile until the input ends."""
-    from mlakit.precompile.listing import calls_of, compile_kernel, entries_of
+    from mlakit.precompile.listing import calls_of, compile_kernel
 
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a compiler's messages are no results
     deployment, target = pickle.load(sys.stdin.buffer)
     calls = list(calls_of(deployment))
-    # with Triton 3.6 the key of a kernel depends on which kernels were hashed before it: this
-    # process hashes them in the order of the one that listed them
-    entries_of(calls, target)
     while True:
         try:
             task: Task = pickle.load(sys.stdin.buffer)

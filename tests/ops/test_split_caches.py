@@ -10,7 +10,7 @@ from mlakit.dispatch import selection
 from mlakit.dispatch.specs import Problem, Use
 from mlakit.formats import SPLIT_FORMATS
 from mlakit.model.geometry import RowShape
-from mlakit.ops import append_rows, mla_decode, sparse_mla
+from mlakit.ops import mla_decode, sparse_mla
 from mlakit.tools.testing import assert_same_bits
 from mlakit.tools.workloads import AppendCase, AppendRowsCase, DecodeCase, SparseCase
 
@@ -102,34 +102,33 @@ def test_norm_rope_quant_append(format, rope, backend, device):
     AppendCase(**rows(format, **case)).run(device, backend)
 
 
-def both(format: str) -> tuple[PagedLatentCache, PagedLatentCache]:
+def both(format: str, device: str) -> tuple[PagedLatentCache, PagedLatentCache]:
     """The same rows, split and joined."""
-    generator = torch.Generator().manual_seed(0)
     pools = [
-        PagedLatentCache.allocate(RowShape(64, 16), name, num_pages=8, page_size=16)
+        PagedLatentCache.allocate(RowShape(64, 16), name, num_pages=8, page_size=16, device=device)
         for name in (format, format.removesuffix("_split"))
     ]
-    values = torch.randn(128, 80, generator=generator)
+    rows = torch.randn(128, 80, generator=torch.Generator().manual_seed(0)).to(device)
     for pool in pools:
-        append_rows(values[:, :64], values[:, 64:], pool, torch.arange(128), backend="cpu")
+        pool.layer(0).write(torch.arange(128, device=device), rows)
     return pools[0], pools[1]
 
 
 @every_format
 @each_backend
-def test_results_are_those_of_joined_rows_bit_by_bit(format, backend):
-    split, joined = both(format)
-    assert_same_bits("rows", *(pool.layer(0).read(torch.arange(128)) for pool in (split, joined)))
-    q = torch.randn(3, 4, 80, generator=torch.Generator().manual_seed(1))
+def test_results_are_those_of_joined_rows_bit_by_bit(format, backend, device):
+    pools = split, _ = both(format, device)
+    slots = torch.arange(128, device=device)
+    assert_same_bits("rows", *(pool.layer(0).read(slots) for pool in pools))
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(3, 4, 80, generator=generator).to(device)
     q = q if format == "fp8_split" else q.to(split.payload.dtype)
-    table, lens = torch.randperm(8)[:6].view(3, 2).int(), torch.tensor([32, 5, 20]).int()
-    listed = torch.randint(-1, 128, (3, 40), generator=torch.Generator().manual_seed(2)).int()
+    table = torch.randperm(8, generator=generator)[:6].view(3, 2).int().to(device)
+    lens = torch.tensor([32, 5, 20], device=device).int()
+    listed = torch.randint(-1, 128, (3, 40), generator=generator).int().to(device)
     for results in (
-        [
-            mla_decode(q, pool, table, lens, softmax_scale=0.1, backend=backend)
-            for pool in both(format)
-        ],
-        [sparse_mla(q, pool, listed, softmax_scale=0.1, backend=backend) for pool in both(format)],
+        [mla_decode(q, pool, table, lens, softmax_scale=0.1, backend=backend) for pool in pools],
+        [sparse_mla(q, pool, listed, softmax_scale=0.1, backend=backend) for pool in pools],
     ):
         for got, want in zip(*results, strict=True):
             assert_same_bits("result", got, want)

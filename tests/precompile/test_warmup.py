@@ -142,6 +142,44 @@ def test_a_card_is_an_architecture(name, arch):
     assert run.target_of(name, None).arch == arch
 
 
+KEYS = """
+import importlib, json, pkgutil, sys
+import mlakit.kernels
+from triton.language import constexpr
+from triton.runtime.jit import JITFunction
+
+found = {}
+for module in pkgutil.walk_packages(mlakit.kernels.__path__, "mlakit.kernels."):
+    for name, each in vars(importlib.import_module(module.name)).items():
+        if isinstance(each, JITFunction) and each.__module__.startswith("mlakit."):
+            found[f"{each.__module__}.{name}"] = each
+keys = []
+for names in (sorted(found), sorted(found, reverse=True)):
+    for each in found.values():
+        each.hash, each.used_global_vals = None, {}
+    keys.append({name: found[name].cache_key for name in names})
+values = {
+    name: {
+        (constant, repr(value))
+        for (constant, _), (value, _) in each.used_global_vals.items()
+        if isinstance(value, constexpr)
+    }
+    for name, each in found.items()
+}
+ambiguous = [name for name, each in values.items() if len(dict(each)) < len(each)]
+changed = [name for name in found if keys[0][name] != keys[1][name]]
+json.dump({"functions": len(found), "changed": changed, "ambiguous": ambiguous}, sys.stdout)
+"""
+
+
+@pytest.mark.slow
+def test_keys_of_kernels_do_not_depend_on_which_was_first():
+    """Triton 3.6 would also order constants of one name by the addresses of their modules."""
+    keys = json.loads(program("-c", KEYS))
+    assert keys["functions"] > 400
+    assert (keys["changed"], keys["ambiguous"]) == ([], [])
+
+
 def call(**changes: Any) -> Any:
     return mlakit.warmup(**{"model": "deepseek-v3", "arch": "sm_90", **changes})
 

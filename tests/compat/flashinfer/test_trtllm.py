@@ -128,10 +128,11 @@ def test_results_are_written_to_what_is_given(shape, device):
 def listed_rows(problem: Problem, generator: torch.Generator) -> tuple[Tensor, list[Tensor]]:
     """Rows [tokens, 9] of each query with −1 at some places, and the same rows in float64."""
     case, rows, seen = problem.case, [], []
+    indices, indptr = problem.kv_indices.cpu(), problem.kv_indptr.cpu()
     for request, q_len in enumerate(case.q_lens):
         for _ in range(q_len):
             token = torch.randperm(case.kv_lens[request], generator=generator)[:9]
-            page = problem.kv_indices.cpu()[problem.kv_indptr[request] + token // case.page_size]
+            page = indices[indptr[request] + token // case.page_size]
             slot = page * case.page_size + token % case.page_size
             rows.append(torch.cat([slot, slot.new_full((9 - len(slot),), -1)])[torch.randperm(9)])
             seen.append(problem.rows[request][token])

@@ -104,7 +104,7 @@ from mlakit.kernels.hopper.sparse.m64_fp8_kv_dequant import (
 from mlakit.kernels.hopper.sparse.m64_fp8_kv_query import QueryTiles
 
 WORDS = gl.constexpr(gather_layout(32))
-KEYS = gl.constexpr(gl.SliceLayout(1, gather_layout(32)))
+LISTED_KEYS = gl.constexpr(gl.SliceLayout(1, gather_layout(32)))
 WORD_TILE = gl.constexpr(smem_layout(32, 32))
 QUERY_TILE = gl.constexpr(smem_layout(128, 16))
 
@@ -198,7 +198,7 @@ def _gather_warpgroup(work, row_scales, pipelines, block_counts, FORMAT: gl.cons
     stage, phase, rope_stage, rope_phase = step * 0, step * 0, step * 0, step * 0
     for tile in range(gl.program_id(0), work.num_tiles, step):
         blocks = block_range(work, tile)
-        ids = load_ids(work, blocks, blocks.first, KEYS)
+        ids = load_ids(work, blocks, blocks.first, LISTED_KEYS)
         scale_ids = load_ids(work, blocks, blocks.first, SCALE_KEYS)
         write_count(block_counts, tiles_done, gl.maximum(blocks.end - blocks.first, 1))
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
@@ -210,7 +210,7 @@ def _gather_warpgroup(work, row_scales, pipelines, block_counts, FORMAT: gl.cons
                 scales = load_scales(work, row_scales, position, FORMAT)
             start = row_pointers(work, blocks, block, slot, 4)
             is_valid = slot >= 0
-            ids = load_ids(work, blocks, block + 1, KEYS)
+            ids = load_ids(work, blocks, block + 1, LISTED_KEYS)
             scale_ids = load_ids(work, blocks, block + 1, SCALE_KEYS)
             mbarrier.wait(rope.empty.index(rope_stage), rope_phase ^ 1)
             _copy_rows(start, is_valid, ROPE_WORD, rope.tiles.index(rope_stage))
