@@ -1,4 +1,4 @@
-"""What a process has called and compiled so far."""
+"""Counts of what a process has called and compiled so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlakit.launch_cache import OpStats
 
 @dataclass(frozen=True)
 class Stats:
-    """What a process has called and compiled so far; `str` of it is a report in lines."""
+    """Counts of what a process has called and compiled so far; `str` makes a report of them."""
 
     kernels: dict[str, dict[str, Choice]]  # by op and kernel: why it was chosen the first time
     calls: dict[str, OpStats]  # by op: replayed on a GPU, or run in full, and why

@@ -81,7 +81,7 @@ def measured() -> dict[str, Any]:
 
 
 def printed(command: str) -> str:
-    """What a command of mlakit prints on stdout and stderr."""
+    """Return what a command of mlakit prints on stdout and stderr."""
     runner = CliRunner(env={"COLUMNS": str(COLUMNS)})
     output = runner.invoke(cli.app, shlex.split(command)[1:]).output
     return "\n".join(line.rstrip() for line in output.splitlines()).strip("\n") + "\n"

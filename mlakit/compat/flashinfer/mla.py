@@ -28,7 +28,7 @@ GRAPH_TABLE_ENTRIES = 2**25
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """What `plan` leaves to `run`."""
+    """`plan` leaves these to `run`."""
 
     q_starts: Tensor | None  # [batch + 1]; None: one query per request
     page_table: Tensor  # [batch, columns]

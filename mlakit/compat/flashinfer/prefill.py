@@ -92,7 +92,7 @@ def single_prefill_with_kv_cache_return_lse(
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """What `plan` leaves to `run`."""
+    """`plan` leaves these to `run`."""
 
     q_starts: Tensor  # [batch + 1]
     kv_starts: Tensor  # [batch + 1]

@@ -25,7 +25,7 @@ class Patch:
 
 
 class Patched:
-    """What `patch` returns: `with patch(model):` undoes the patch at the end of the block."""
+    """`patch` returns this: `with patch(model):` undoes the patch at the end of the block."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -17,7 +17,7 @@ from mlakit.compat.flashinfer.installation import UTILS
 
 @pytest.fixture(autouse=True)
 def no_other(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if no other flashinfer were on this machine; ours is gone when the test ends."""
+    """No other flashinfer seems to be on this machine; ours is gone when the test ends."""
     for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(installation, "find_spec", lambda name: None)

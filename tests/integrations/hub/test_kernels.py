@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def published(folder, monkeypatch):
-    """What `get_kernel` finds without the network, on a machine that seems to have a GPU."""
+    """`get_kernel` finds the folder without the network; the machine seems to have a GPU."""
     monkeypatch.setenv("LOCAL_KERNELS", f"{REPOSITORY}={folder}")
     # the config refuses the device cpu, by its name; with another there is no kernel for a model
     # on the CPU, and the class that replaces transformers' keeps its own forward
