@@ -43,7 +43,7 @@ class Copies(GlobalOperations, Synchronisation):
         if not is_asked:
             return
         machine, on = self.machine, self.barrier(p, barrier)
-        check_copy(descriptor, at, tile)
+        check_copy(descriptor, at, tile, rows)
         time, phase = on.last_copy, on.phase
         machine.check_write(tile, Access(p.clock, p.where, on.agent, time, is_async=True))
         if machine.checks and machine.global_races.has_writes:

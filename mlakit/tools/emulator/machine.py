@@ -104,7 +104,9 @@ class Partition:
 
     def queued(self, queue: Queue, *, is_async: bool, in_order: bool = False) -> Access:
         """Return the access of the operation that is issued next to a queue."""
-        return Access(self.clock, self.where, queue.agent, queue.issued + 1, is_async, in_order)
+        return Access(
+            self.clock, self.where, queue.agent, queue.issued + 1, is_async, in_order, in_order
+        )
 
 
 class Machine:

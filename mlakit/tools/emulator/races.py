@@ -26,6 +26,7 @@ class Access:
     agent     the agent that performs it, at its `time`
     is_async  it goes through the asynchronous proxy
     in_order  the agent performs it after its earlier ones without a wait (tcgen05)
+    uses_all  it uses each value that it reads, which must hence have been written
     """
 
     clock: Clock
@@ -34,6 +35,7 @@ class Access:
     time: int
     is_async: bool = False
     in_order: bool = False
+    uses_all: bool = False
 
 
 class Shadow:
@@ -90,15 +92,15 @@ class RaceDetector:
     def _check_initialised(self, shadow: Shadow, words: Array, access: Access) -> None:
         """Report a read of words that nobody wrote.
 
-        PTX: the content of a shared variable is undefined until it is written. A copy or product of
-        the asynchronous proxy always uses what it reads, so that is a fault. A generic read only
-        warns: vector loads read bytes beyond the used ones and a mask discards them, which shows in
-        the values alone. Unwritten memory holds random bytes, so a used one gives wrong results.
+        PTX: the content of a shared variable is undefined until it is written. A copy or a product
+        always uses what it reads, so that is a fault. A generic read only warns: vector loads read
+        bytes beyond the used ones and a mask discards them, which shows in the values alone.
+        Unwritten memory holds random bytes, so a used one gives wrong results.
         """
         if shadow.is_initialised[words].all():
             return
         text = f"read of {shadow.name}, which nobody has written, at {access.where}"
-        if access.is_async:
+        if access.is_async or access.uses_all:
             raise Race(text)
         self.warnings[text] += 1
 

@@ -27,6 +27,7 @@ MAX_BOX = 256  # elements of a dimension
 SHARED_ALIGNMENT = 128  # bytes
 SWIZZLE_ROWS = 8  # a swizzle pattern repeats after so many rows of its span
 SWIZZLES = (0, 32, 64, 128)
+GATHERED_ROWS = 4  # by an instruction
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,14 @@ def _check_box(each: Descriptor) -> None:
         each.refuse("boxes must divide the block", f"a block of {each.block} and boxes of {box}")
 
 
-def check_copy(descriptor: Descriptor, at: Sequence[int], tile: MemDesc) -> None:
-    """Check a copy of a tile between global and shared memory."""
+def check_copy(
+    descriptor: Descriptor, at: Sequence[int], tile: MemDesc, rows: Array | None = None
+) -> None:
+    """Check a copy of a tile between global and shared memory; `rows` are those of a gather."""
     _check_coordinates(descriptor, at)
-    _check_tile(descriptor, tile)
+    if rows is not None:
+        _check_gather(descriptor, rows)
+    _check_tile(descriptor, tile, 1 if rows is None else rows.size)
 
 
 def _check_coordinates(descriptor: Descriptor, at: Sequence[int]) -> None:
@@ -196,7 +201,20 @@ def _check_coordinates(descriptor: Descriptor, at: Sequence[int]) -> None:
         descriptor.refuse(rule, f"{at[-1]} elements of {descriptor.size} bytes, {inner} bytes")
 
 
-def _check_tile(descriptor: Descriptor, tile: MemDesc) -> None:
+def _check_gather(descriptor: Descriptor, rows: Array) -> None:
+    """Check the rows of a gather.
+
+    PTX, "cp.async.bulk.tensor", tile::gather4: the tensor has two dimensions, the box one row, and
+    an instruction copies four rows. A row outside of the tensor, such as −1, is read as zeros.
+    """
+    if len(descriptor.block) != 2 or descriptor.block[0] != 1:
+        descriptor.refuse("the block of a gather must be one row of a matrix", descriptor.block)
+    if rows.ndim != 1 or rows.size % GATHERED_ROWS:
+        rule = f"a gather must have a multiple of {GATHERED_ROWS} rows"
+        descriptor.refuse(rule, list(rows.shape))
+
+
+def _check_tile(descriptor: Descriptor, tile: MemDesc, blocks: int) -> None:
     """Check the shared memory of a copy.
 
     PTX, "cp.async.bulk.tensor", dstMem: a multiple of 128 bytes. The swizzle of TMA and wgmma
@@ -211,9 +229,9 @@ def _check_tile(descriptor: Descriptor, tile: MemDesc) -> None:
     if first % unit:
         rule = f"the tile must begin at a multiple of {unit} bytes of shared memory"
         descriptor.refuse(rule, f"byte {first} of {tile.allocation.name}")
-    count = int(np.prod(descriptor.block))
+    count = int(np.prod(descriptor.block)) * blocks
     if int(np.prod(tile.shape)) != count:
-        rule = f"the tile must have the {count} elements of the block"
+        rule = f"the tile must have the {count} elements that are copied"
         descriptor.refuse(rule, f"{list(tile.shape)} of {tile.allocation.name}")
 
 

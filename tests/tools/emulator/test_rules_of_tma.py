@@ -174,7 +174,7 @@ def test_a_slice_of_rows_begins_at_its_swizzle_atom() -> None:
     ("target", "message"),
     [
         (tile(swizzle=64), "swizzle span of the descriptor, 128 bytes, got 64 bytes of k_tiles"),
-        (tile(shape=(32, 128)), "must have the 8192 elements of the block"),
+        (tile(shape=(32, 128)), "must have the 8192 elements that are copied"),
     ],
 )
 def test_a_tile_has_the_form_of_the_block(target: MemDesc, message: str) -> None:
