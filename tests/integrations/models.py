@@ -72,6 +72,24 @@ KIMI_LINEAR = {
     "linear_num_heads": 4,
     "q_lora_rank": None,
 }
+GLM5_NEXT = {
+    "layer_types": ["linear_attention", *["deepseek_sparse_attention"] * 2],
+    "indexer_types": ["full", "full", "shared"],
+    "qk_rope_head_dim": 0,
+    "index_n_heads": 16,  # few heads have no positive score: sums of 0, which no top-k tells apart
+    "index_kpool": 4,
+    "linear_head_dim": 32,
+    "linear_num_heads": 4,
+    "hc_mult": 2,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+    "projection_intermediate_size": 32,
+}
 DEEPSEEK = MOE | DENSE_LAYERS | {"rope_parameters": YARN}
 
 # class name before a "-", and the fields of its config that are not `SIZES`
@@ -91,9 +109,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "GlmMoeDsa": MOE | DENSE_TYPES | INDEX | SHARED_INDEXER,
     "AXK2": MOE | DENSE_TYPES | INDEX,
     "HYV4": MOE | DENSE_TYPES | INDEX | SHARED_INDEXER,
+    "Glm5Next": MOE | DENSE_TYPES | INDEX | GLM5_NEXT,
 }
 SPARSE = ("DeepseekV32", "GlmMoeDsa", "AXK2", "HYV4")
-ABSENT = {"5.15": ("KimiLinear", "HYV4")}  # by release of transformers
+ABSENT = {"5.15": ("KimiLinear", "HYV4", "Glm5Next")}  # by release of transformers
 COLUMNS = 70  # longer than a page of 64
 
 
@@ -106,8 +125,12 @@ def build(name: str, **changes: Any) -> Any:
     if cls == "LongcatFlash":
         del fields["intermediate_size"]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{cls}Config")(**fields)
-    model = getattr(transformers, f"{cls}ForCausalLM")(config).eval()
+    if cls == "Glm5Next":  # text and images
+        config = transformers.Glm5NextConfig(text_config=fields, vision_config=VISION)
+        model = transformers.Glm5NextForConditionalGeneration(config).eval()
+    else:
+        config = getattr(transformers, f"{cls}Config")(**fields)
+        model = getattr(transformers, f"{cls}ForCausalLM")(config).eval()
     model.set_attn_implementation("eager")
     return model.requires_grad_(False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,14 +34,6 @@ def test_a_model_without_mla():
     config = transformers.LlamaConfig(vocab_size=16, intermediate_size=32, **sizes)
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM has no MLA attention"):
         patch(transformers.LlamaForCausalLM(config))
-
-
-def test_glm5_next():
-    config = SimpleNamespace(model_type="glm5_next_text")
-    model = nn.Module()
-    model.config = config
-    with pytest.raises(UnsupportedError, match="glm5_next_text is not supported: its layers"):
-        patch(model)
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.14.2"])

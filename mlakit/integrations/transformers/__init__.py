@@ -17,6 +17,7 @@ latents to K and V. Projections, norms, RoPE, gates and the indexer stay the mod
     pool.py          LatentPool: sequences of a batch in the pages of one cache
     cache_layers.py  the layers that a DynamicCache gets
     attention.py     the attention and the mask function
+    selected_columns.py  what an indexer selected, of models that make a mask of it
     static_cache.py  StaticLatentCache, for torch.compile
     continuous.py    generate_batch
     checks.py        what is refused, and why

@@ -18,6 +18,11 @@ from mlakit import (
 )
 from mlakit.integrations.transformers import checks
 from mlakit.integrations.transformers.pool import LatentPool
+from mlakit.integrations.transformers.selected_columns import (
+    SelectedColumns,
+    pools_keys,
+    selects_all,
+)
 from mlakit.steps.step import DECODE_THRESHOLD
 from mlakit.steps.weight_copies import identity
 
@@ -43,7 +48,7 @@ def attention(
     query: Tensor,
     key: Any,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | SelectedColumns | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     indices: Tensor | None = None,
@@ -55,15 +60,18 @@ def attention(
     query    [batch, heads, length, D_N + D_R], rotated
     key      (pool, layer) with a cache; latents [batch, 1, length, D_C] without
     value    rotated keys [batch, 1, length, D_R]
-    attention_mask  not used: the sequences hold no padding
+    attention_mask  the columns that an indexer selected, or a mask, which is not used: the
+             sequences hold no padding
     indices  [batch, length, topk] columns that an indexer selected; they may name padding and
-             columns after the query's
+             columns after the query's, and -1, which is no column
     s_aux    [heads] sinks
 
     Returns [batch, length, heads, D_V]; 0 for padding.
     """
     checks.check_patched(module)
     checks.check_attention_arguments(module, dropout, others)
+    if isinstance(attention_mask, SelectedColumns):
+        indices = attention_mask.indices
     if not isinstance(key, (Tensor, tuple)):
         return _static_attention(module, query, key, scaling, indices, s_aux), None
     if isinstance(key, Tensor):
@@ -76,7 +84,8 @@ def attention(
     step = pool.step
     batch, heads, length, _ = query.shape
     q = step.take(query.transpose(1, 2).flatten(0, 1))
-    rows = None if indices is None else _selected_rows(pool, indices)
+    has_all = not pools_keys(module) or (selects_all(module) and not step.is_padded)
+    rows = None if indices is None else _selected_rows(pool, indices, has_all)
     up = up_projection(module)
     cached = pool.batch(layer)
     scale = float(module.scaling if scaling is None else scaling)  # type: ignore[arg-type]
@@ -112,14 +121,17 @@ def _static_attention(
     return marked
 
 
-def _selected_rows(pool: LatentPool, indices: Tensor) -> Tensor | None:
-    """The rows [tokens, topk] of selected columns; None where every visible token is selected."""
+def _selected_rows(pool: LatentPool, indices: Tensor, has_all: bool) -> Tensor | None:
+    """The rows [tokens, topk] of selected columns; None where every visible token is selected.
+
+    has_all  where as many columns are selected as there are tokens, every visible one is selected
+    """
     step = pool.step
-    if indices.shape[-1] >= max(step.context.kv_lens):
+    if has_all and indices.shape[-1] >= max(step.context.kv_lens):
         return None
     columns = step.take(indices.flatten(0, 1)).long()
     tokens = step.positions[step.request[:, None], columns]
-    tokens = tokens.masked_fill(tokens > step.position[:, None], -1)
+    tokens = tokens.masked_fill((columns < 0) | (tokens > step.position[:, None]), -1)
     return physical_rows(tokens, step.page_table, pool.allocator.page_size, step.q_starts)
 
 

@@ -28,6 +28,13 @@ class PoolLayer(NamedTuple):
     pool: LatentPool
     layer: int
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of the latents in a tensor with padding: [batch, 1, columns, D_C]."""
+        assert self.pool.cache is not None
+        batch, columns = self.pool.step.positions.shape
+        return batch, 1, columns, self.pool.cache.row.kv_lora_rank
+
 
 class LatentLayer(CacheLayerMixin):
     """One layer of a pool. Its length is in columns of the mask, padding included.
@@ -109,6 +116,13 @@ class IndexedLatentLayer(LatentLayer):
     def __init__(self, pool: LatentPool, layer: int) -> None:
         super().__init__(pool, layer)
         self.indexer_keys: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensor]:
+        # an indexer that pools keys asks for their shape
+        self.keys, values = super().update(key_states, value_states)
+        return self.keys, values
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         keys = indexer_key_states

@@ -26,7 +26,6 @@ _SHARED_CONFIG = (
 FP8_LINEAR = ("transformers.integrations.finegrained_fp8", "FP8Linear")
 OLDEST = (5, 15)  # the first release that caches latents and has expand_kv
 NEWEST_TESTED = (5, 23)
-REFUSED_MODELS = {"glm5_next": "its layers have no rope columns and build their own masks"}
 # arguments that reach an attention function and do not change what it computes
 HARMLESS = frozenset(
     {
@@ -74,11 +73,6 @@ def mla_modules(model: nn.Module) -> list[nn.Module]:
 
 def check_model(model: nn.Module, modules: Sequence[nn.Module], format: str | None) -> None:
     """The model has MLA layers whose weights the ops take, and `format` stores their latents."""
-    for config in (model.config, *(module.config for module in modules)):
-        name = getattr(config, "model_type", "")
-        for refused, why in REFUSED_MODELS.items():
-            if str(name).startswith(refused):
-                raise UnsupportedError(f"patch: {name} is not supported: {why}")
     if not modules:
         raise UnsupportedError(
             f"patch: {type(model).__name__} has no MLA attention (a module with expand_kv)"

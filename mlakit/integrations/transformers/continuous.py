@@ -24,6 +24,7 @@ from mlakit import (
 )
 from mlakit.integrations.transformers import checks
 from mlakit.integrations.transformers.attention import up_projection
+from mlakit.integrations.transformers.selected_columns import pools_keys
 
 RELEASE = "5.17."
 # arguments of a paged attention function that only describe the batch
@@ -87,6 +88,10 @@ def generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
             f"mlakit: generate_batch needs transformers {RELEASE}x, got {__version__}"
         )
     for module in checks.mla_modules(model):
+        if pools_keys(module):
+            raise UnsupportedError(
+                "mlakit: generate_batch does not take models whose indexers pool keys"
+            )
         up_projection(module)  # head_dim of some configs is another name of qk_rope_head_dim
     with _latent_rows(model.config):
         return type(model).generate_batch(model, *args, **kwargs)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from mlakit.integrations.transformers import attention, checks
+from mlakit.integrations.transformers import attention, checks, selected_columns
 from mlakit.integrations.transformers.cache_layers import LatentLayer, pool_of
 from mlakit.integrations.transformers.pool import LatentPool
 from mlakit.integrations.transformers.static_cache import StaticLatentCache
@@ -34,6 +34,7 @@ CLASSES = {
     "DeepseekV2Attention": "deepseek_v2",
     "DeepseekV32Attention": "deepseek_v32",
     "DeepseekV3Attention": "deepseek_v3",
+    "Glm5NextTextAttention": "glm5_next",
     "Glm4MoeLiteAttention": "glm4_moe_lite",
     "GlmMoeDsaAttention": "glm_moe_dsa",
     "HYV4Attention": "hy_v4",
@@ -106,7 +107,11 @@ def latent_class(name: str, *, is_always: bool = False) -> type[nn.Module]:
                 return original.forward(self, *args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
             pool = _begin(self, given)
-            result = original.forward(self, **given)
+            selected_columns.hand_over(self)
+            try:
+                result = original.forward(self, **given)
+            finally:
+                selected_columns.undo(self)
             if pool is not None and self.layer_idx == _layers(self)[-1]:
                 attention.uncached.pool = None
                 pool.commit()
@@ -188,5 +193,7 @@ def _begin(module: Any, given: dict[str, Any]) -> LatentPool | None:
         known: LatentLayer = cache.layers[module.layer_idx]
         pool = known.pool
     if is_first:
+        if mask is not None and selected_columns.pools_keys(module):  # that of the new columns
+            mask = pool.whole_mask(mask)
         pool.begin_step(x.shape[0], x.shape[1], mask, x.device)
     return pool

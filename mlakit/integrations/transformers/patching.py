@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mlakit.dispatch.checks import Dims
 from mlakit.formats import Format
-from mlakit.integrations.transformers import attention, checks, continuous
+from mlakit.integrations.transformers import attention, checks, continuous, selected_columns
 
 _PATCH = "_mlakit_patch"
 
@@ -62,9 +62,10 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> P
 
     register_attention()
     implementation = model.config._attn_implementation
-    model.set_attn_implementation(checks.NAME)
+    _set_implementation(model, checks.NAME)
     for module in modules:
         module.__dict__["expand_kv"] = attention.unexpanded
+        selected_columns.hand_over(module)
     decoder: nn.Module = model.get_decoder()
     hooks = StepHooks(decoder, modules, format, page_size)
     begin = decoder.register_forward_pre_hook(hooks.begin, with_kwargs=True)
@@ -114,9 +115,17 @@ def unpatch(model: Any) -> None:
         hook.remove()
     for module in checks.mla_modules(model):
         module.__dict__.pop("expand_kv", None)
+        selected_columns.undo(module)
         attention.forget_up_projection(module)
     if model.config._attn_implementation == checks.NAME:  # not if the caller chose another
-        model.set_attn_implementation(undone.implementation)
+        _set_implementation(model, undone.implementation)
+
+
+def _set_implementation(model: Any, name: str) -> None:
+    """Set the attention of the decoder; that of a vision tower stays."""
+    config, own = model.config, model.get_decoder().config
+    keys = [key for key in config.sub_configs if getattr(config, key) is own]
+    model.set_attn_implementation(dict.fromkeys(["", *keys], name))
 
 
 def refresh_weights(model: Any) -> None:

@@ -48,6 +48,11 @@ class Step:
     position: Tensor  # [tokens] int64 position of each new token in its sequence
     positions: Tensor  # [batch, columns] int32 position of each column, −1 for padding
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether any column is padding."""
+        return min(self.context.kv_lens) < self.positions.shape[1]
+
     def take(self, padded: Tensor) -> Tensor:
         """The new tokens [tokens, …] of a padded batch [batch · length, …]."""
         return padded if self.unpadded is None else padded.index_select(0, self.unpadded)
@@ -116,6 +121,14 @@ class LatentPool:
         self._append(counts)
         self._step = self._make_step(step, counts, length, device)
         self._plan = None
+
+    def whole_mask(self, new: Tensor) -> Tensor:
+        """The mask [batch, columns] of all columns, where `new` is that of the new ones."""
+        self.roll_back()
+        known = self._visible
+        if known is None:
+            known = new.new_ones(len(new), self.columns, dtype=torch.bool)
+        return torch.cat([known, new.bool()], 1)
 
     def commit(self) -> None:
         """Make the tokens of the step part of the sequences: every layer has written its rows."""

@@ -19,6 +19,7 @@ from mlakit import (
 from mlakit.dispatch.checks import Dims, values_visible
 from mlakit.formats import Format
 from mlakit.integrations.transformers import checks
+from mlakit.integrations.transformers.selected_columns import pools_keys
 
 
 class StaticLatentLayer(CacheLayerMixin):
@@ -216,3 +217,8 @@ def _check_layers(model: Any, modules: list[nn.Module]) -> None:
     if layers != list(range(len(layers))):
         name = type(model).__name__
         raise UnsupportedError(f"StaticLatentCache: {name} has layers without MLA")
+    if any(map(pools_keys, modules)):
+        name = type(model).__name__
+        raise UnsupportedError(
+            f"StaticLatentCache: {name} has indexers that pool keys, which no graph can"
+        )
