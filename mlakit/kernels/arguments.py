@@ -154,6 +154,16 @@ class DecodeArguments(NamedTuple):
     deterministic: bool
     backend: str
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the splits of a request depend on its own length alone.
+
+        Those of a plan do, unless it was made for a kernel.
+        """
+        if isinstance(self.splits, DecodePlanTensors):
+            return self.splits.slot_rows == 0
+        return self.splits is not None or self.deterministic
+
 
 class DecodePlanArguments(NamedTuple):
     """Arguments of `plan_mla_decode`: the part of a decode call that selects the kernel."""

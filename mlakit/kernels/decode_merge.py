@@ -30,6 +30,7 @@ from mlakit.model.masks import NULL, Mask, MaskTraits
 from mlakit.plan import DecodePlanTensors
 
 PROGRAMS_PER_SM = 4  # that run at once
+INVARIANT_SPLITS = 16  # of a request, whatever the batch
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def merge_partials(
     kv_lens: Tensor,  # [batch]
     padded_heads: int,  # rows of a query in a slot
     slot_rows: int,
+    is_batch_invariant: bool,  # the bits of a request must not depend on the batch
     sink: Tensor | None,  # [heads] float32
     out: Tensor,  # [tokens, heads, v_width]
     lse: Tensor,  # [tokens, heads] float32
@@ -90,6 +92,8 @@ def merge_partials(
     num_owners = batch if row_tile_splits is None else splits.num_tiles
     # a plan has two slots per CTA, at most
     expected_splits = partial_lse.shape[0] // max(2 * slot_rows * num_owners, 1)
+    if is_batch_invariant:  # the order of the sums depends on how many splits are read at once
+        expected_splits = INVARIANT_SPLITS
     config = pick_decode_merge_config(v_width=v_width, expected_splits=expected_splits)
     # padded heads have no rows to merge
     rows = slot_rows // padded_heads * heads if row_tile_splits is None else slot_rows

@@ -146,7 +146,7 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     problem = decode_problem(
         scheduled,
         _uses(a, q_latent, q_rope),
-        is_batch_invariant=_is_batch_invariant(a),
+        is_batch_invariant=a.is_batch_invariant,
     )
     selection.select(NAME, problem, a.backend).launch(checked, out, lse)
     return out, lse
@@ -196,13 +196,6 @@ def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
     if isinstance(page_table, tuple):
         return page_table[1].shape[0]
     return page_table.shape[1] * layer.page_size
-
-
-def _is_batch_invariant(a: DecodeArguments) -> bool:
-    """Return whether splits depend on a request alone; a plan's do unless made for a kernel."""
-    if isinstance(a.splits, DecodePlanTensors):
-        return a.splits.slot_rows == 0
-    return a.splits is not None or a.deterministic
 
 
 def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]:

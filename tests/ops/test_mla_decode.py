@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mlakit.tools.testing import NEVER_A_PAGE, assert_same_bits
+from mlakit.tools.workloads import DecodeCase
 from tests.ops.cases import CALLS, int32
 from tests.ops.random_cases import problems_of
 
@@ -22,3 +23,29 @@ def test_slots_past_the_flat_list_may_be_anything():
     longer = torch.cat([slots, int32([-1, NEVER_A_PAGE])])
     for result, want in zip(call.run(page_table=(starts, longer)), call.run(), strict=True):
         assert_same_bits("result", result, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "splits",
+    [
+        {"kv_lens": (400, 16, 40, 16, 16), "num_ctas": 3, "fixed_split": 16},
+        {"kv_lens": (20_000, 20_000), "page_size": 1, "flat_table": True, "deterministic": True},
+    ],
+    ids=["plan", "deterministic"],
+)
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_merges_do_not_depend_on_the_batch(splits, backend, device):
+    """The long request has many splits alone, and the requests of the batch few on average."""
+    case = DecodeCase(
+        heads=1,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        q_lens=(1,) * len(splits["kv_lens"]),
+        format="fp32",
+        dtype="fp32",
+        sharpness=2.0,
+        seed=0,
+        **splits,
+    )
+    case.run(device, backend)

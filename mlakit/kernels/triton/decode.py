@@ -138,6 +138,7 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
         kv_lens=kv_lens,
         padded_heads=padded_heads,
         slot_rows=schedule.slot_rows,
+        is_batch_invariant=a.is_batch_invariant,
         sink=sink,
         out=out,
         lse=lse,

@@ -175,6 +175,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
         kv_lens=kv_lens,
         padded_heads=head_tiles * tiles.rows,
         slot_rows=slot_rows,
+        is_batch_invariant=a.is_batch_invariant,
         sink=sink,
         out=out,
         lse=lse,
