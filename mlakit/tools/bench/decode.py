@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.cache import PagedLatentCache, request_slots
+from mlakit.cache import CacheLayer, PagedLatentCache, request_slots
 from mlakit.formats import Format, row_codec
 from mlakit.ops import mla_decode
 from mlakit.ops.decode_plan import plan_mla_decode
@@ -27,6 +27,8 @@ from mlakit.tools.bench.pool import ROW, SCALE, SharedPool, filled_pages
 from mlakit.tools.bench.problems import DenseDecode
 from mlakit.tools.bench.shapes import Batch, Shape
 from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
+from mlakit.tools.workloads.fp8_scores import fp8_qk_scores, uses_fp8_qk
+from mlakit.tools.workloads.paged import scales_of
 
 BF16_ROWS = "bf16 rows"
 E4M3 = torch.float8_e4m3fn
@@ -147,6 +149,7 @@ class Decode(Workload):
             own, kv_len = slice(*starts[request : request + 2]), self.batch.kv_lens[request]
             slots = request_slots(page_table, self.page_size, request, 0, kv_len)
             rows = layer.read(slots, torch.float64)
+            products = self._products(q[own], rows, layer, slots)
             exact, naive = (
                 reference.mla_decode(
                     q[own].float(),
@@ -154,11 +157,24 @@ class Decode(Workload):
                     [self.batch.q_lens[request]],
                     softmax_scale=SCALE,
                     v_width=ROW.v_width,
+                    products=None if dtype == torch.float64 else products,
                     dtype=dtype,
                 )
                 for dtype in (torch.float64, torch.float32)
             )
             yield correctness.Sample(f"request {request}", own, exact, naive)
+
+    def _products(
+        self, q: Tensor, rows: Tensor, layer: CacheLayer, slots: Tensor
+    ) -> Callable[[int, int, Tensor], Tensor] | None:
+        """Return the products of a kernel that multiplies e4m3 by e4m3, for its naive run."""
+        q_dtype = "e4m3" if self.dtype is E4M3 else "bf16"
+        if not uses_fp8_qk(q.device, "auto", format=self.format, q_dtype=q_dtype, heads=self.heads):
+            return None
+        scales = scales_of(layer, slots)
+        return lambda token, _, seen: fp8_qk_scores(
+            q[token], rows[seen], scales[seen], ROW, self.format
+        )
 
 
 @dataclass(frozen=True)

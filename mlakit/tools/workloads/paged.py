@@ -21,6 +21,18 @@ SPARE_PAGES = 3  # pages of a pool that no request uses
 SPARE_COLUMNS = 2  # columns of a page table that no request uses
 
 
+def scales_of(layer: CacheLayer, slots: Tensor) -> Tensor:
+    """float64 [n]: the scale of each row at `slots` int64 [n]."""
+    slots = slots.to(layer.payload.device)
+    if layer.scales is not None:
+        place = slots // layer.page_size, slots % layer.page_size
+        return layer.scales[place].view(len(slots)).double()
+    scale = layer.tensor_scale
+    if not isinstance(scale, Tensor):
+        scale = torch.tensor(scale, dtype=torch.float32)
+    return scale.to(slots.device, torch.float32).double().expand(slots.shape)
+
+
 @dataclass(frozen=True, eq=False)
 class Pool:
     """One layer of a cache that is poison except for the rows written to it."""
@@ -45,12 +57,7 @@ class Pool:
 
     def row_scales(self, slots: Tensor) -> Tensor:
         """float64 [n]: the scale of each row."""
-        if self.layer.scales is None:
-            scale = self.cache.tensor_scale
-            if not isinstance(scale, Tensor):
-                scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
-            return scale.float().double().expand(slots.shape)
-        return self.layer.scales[self._place(slots)].view(len(slots)).double()
+        return scales_of(self.layer, slots)
 
     def read(self, slots: Tensor) -> Tensor:
         """Rows [n, width] float32 on the CPU."""
