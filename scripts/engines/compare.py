@@ -1,29 +1,35 @@
 """Serves the same requests with mlakit and with an engine's own attention backends, and compares.
 
-    python scripts/engines/compare.py run OUT                  every scenario, one after the other
-    python scripts/engines/compare.py run OUT --only tokens    scenarios with this in their name
-    python scripts/engines/compare.py report OUT               tables of what is there
+    python scripts/engines/compare.py run OUT                          every scenario
+    python scripts/engines/compare.py run OUT --only 'tokens*,speed'   scenarios by their names
+    python scripts/engines/compare.py report OUT                       tables of what is there
 
 `run` needs vLLM, or SGLang for scenarios with its name, and one GPU. It writes small checkpoints
 with random weights to OUT/models, starts a process for each scenario, model and backend, and leaves
-its result, or the end of its log, in OUT. What is there is not run again, so that a run which was
-cut off is continued.
+its result and its log in OUT. Tasks whose result is there are not run again, so that a run that was
+cut off is continued. With `--jobs 4` four processes share the GPU where tokens are compared; where
+times are, one process is measured while the next one imports.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from logs import telling
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -31,16 +37,25 @@ from rich.table import Table
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CONSOLE = Console()
-DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA", "MLAKIT")
-SPEED_DENSE = ("FLASHMLA", "FLASH_ATTN_MLA", "MLAKIT")
+DENSE = ("MLAKIT", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
+FP8_DENSE = ("MLAKIT", "FLASHMLA", "TRITON_MLA")  # FLASH_ATTN_MLA takes no such cache
+SPEED_DENSE, SPEED_FP8 = ("MLAKIT", "FLASHMLA", "FLASH_ATTN_MLA"), ("MLAKIT", "FLASHMLA")
 SGLANG_DENSE, SGLANG_SPARSE = ("fa3", "flashmla", "mlakit"), ("dsa", "mlakit")
-SPARSE = ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "MLAKIT_SPARSE")
-FP8_ROWS = ("FLASHMLA_SPARSE", "MLAKIT_SPARSE")
+SPARSE = ("MLAKIT_SPARSE", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")
+FP8_ROWS = ("MLAKIT_SPARSE", "FLASHMLA_SPARSE")
 RAGGED = [5, 17, 90, 300, 1500, 3000, 64, 65]
 TOKENS = {"kind": "tokens", "seed": 1, "lengths": RAGGED, "new": 48, "logprobs": 20}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 BATCHES, CONTEXTS = (1, 16, 64, 128), (1024, 8192, 32_768)
 MOST_TOKENS = 2**20
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # minutes of compilation, of kernels that no scenario reaches
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_PLUGINS": "mlakit",
+    "SGLANG_PLUGINS": "mlakit",
+}
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
@@ -49,7 +64,10 @@ COMMON: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
-    "gpu_memory_utilization": 0.2,
+    "block_size": 64,
+    # with a number of bytes nothing is measured at the start, where other processes come and go
+    "kv_cache_memory_bytes": 2 << 30,
+    "gpu_memory_utilization": 0.05,
     "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
 }
 SGLANG: dict[str, Any] = {
@@ -66,7 +84,7 @@ SPEED = {
     "max_model_len": 33_280,
     "max_num_seqs": 128,
     "max_num_batched_tokens": 16_384,
-    "gpu_memory_utilization": 0.85,
+    "kv_cache_memory_bytes": 16 << 30,
     "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": list(BATCHES)},
 }
 SOAK = {
@@ -76,6 +94,12 @@ SOAK = {
     "max_num_batched_tokens": 40_960,
 }
 FIRST_TOKENS = [{"kind": "first_token", "length": n, "repeats": 3} for n in CONTEXTS[1:]]
+
+
+# a process group of its own, with which all ends that a process has started
+GROUP: dict[str, Any] = (
+    {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+)
 
 
 def is_ours(backend: str) -> bool:
@@ -114,10 +138,11 @@ def _speed_tasks(steps: int = 24) -> list[dict[str, Any]]:
     ]
 
 
+# 71 blocks and the empty one: the longest prompt fits, all of them do not
 CHUNKS = {
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": True,
-    "num_gpu_blocks_override": 96,
+    "num_gpu_blocks_override": 72,
 }
 DRAFTS = {
     "speculative_config": {
@@ -125,39 +150,36 @@ DRAFTS = {
         "num_speculative_tokens": 3,
         "prompt_lookup_max": 2,
         "prompt_lookup_min": 1,
-    }
+    },
+    # a request has four tokens
+    "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": [4, 8, 16, 32, 64]},
 }
+COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
 LATE = {**TOKENS, "every": 3}
+BOTH, BOTH_SPARSE = ("v3-h16", "v3-h128"), ("v3.2-h16", "v3.2-h128")
+FP8, FP8_PACKED = {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_ds_mla"}
+MEASURED = [*_speed_tasks(), *FIRST_TOKENS]
+# the first ones are short, and say most about whether the backends work
 SCENARIOS = {
-    "tokens": Scenario(("v3-h16", "v3-h128"), DENSE),
-    "tokens-chunks-prefixes-preemption": Scenario(("v3-h16",), DENSE, [LATE, LATE], CHUNKS),
+    "tokens": Scenario(BOTH, DENSE),
+    "tokens-sparse": Scenario(BOTH_SPARSE, SPARSE),
+    "tokens-fp8": Scenario(BOTH, FP8_DENSE, engine=FP8),
+    "tokens-sparse-fp8": Scenario(BOTH_SPARSE, FP8_ROWS, engine=FP8_PACKED),
     "tokens-drafts": Scenario(("v3-h16",), DENSE, [LATE], DRAFTS),
-    "tokens-fp8": Scenario(("v3-h16", "v3-h128"), DENSE, engine={"kv_cache_dtype": "fp8"}),
+    "tokens-chunks-prefixes-preemption": Scenario(("v3-h16",), DENSE, [LATE, LATE], CHUNKS),
+    "tokens-sparse-drafts": Scenario(("v3.2-h128",), SPARSE, [LATE], DRAFTS),
     "tokens-experts": Scenario(("v3-h16-experts",), DENSE),
-    "tokens-fp8-weights": Scenario(("v3-h16-fp8-weights",), DENSE),
-    "tokens-compiled": Scenario(
-        ("v3-h16",), ("FLASHMLA", "MLAKIT"), [LATE], {"compilation_config": {}}
+    # cuBLAS's kernels in the place of those that DeepGEMM compiles for every shape
+    "tokens-fp8-weights": Scenario(
+        ("v3-h16-fp8-weights",), DENSE, environment={"VLLM_USE_DEEP_GEMM": "0"}
     ),
     # the requests of "tokens", through a server and its processes
     "tokens-http": Scenario(("v3-h16",), ("MLAKIT",), program="vllm_http_job.py"),
-    "tokens-sparse": Scenario(("v3.2-h16", "v3.2-h128"), SPARSE),
-    "tokens-sparse-fp8": Scenario(
-        ("v3.2-h16", "v3.2-h128"), FP8_ROWS, engine={"kv_cache_dtype": "fp8_ds_mla"}
-    ),
-    "tokens-sparse-drafts": Scenario(("v3.2-h128",), SPARSE, [LATE], DRAFTS),
-    "speed": Scenario(("v3-h16", "v3-h128"), SPEED_DENSE, [*_speed_tasks(), *FIRST_TOKENS], SPEED),
-    "speed-fp8": Scenario(
-        ("v3-h16", "v3-h128"), SPEED_DENSE, _speed_tasks(), SPEED | {"kv_cache_dtype": "fp8"}
-    ),
-    "speed-sparse": Scenario(
-        ("v3.2-h16", "v3.2-h128"), SPARSE, [*_speed_tasks(), *FIRST_TOKENS], SPEED
-    ),
-    "speed-sparse-fp8": Scenario(
-        ("v3.2-h16", "v3.2-h128"),
-        FP8_ROWS,
-        _speed_tasks(),
-        SPEED | {"kv_cache_dtype": "fp8_ds_mla"},
-    ),
+    "tokens-compiled": Scenario(("v3-h16",), ("MLAKIT", "FLASHMLA"), [LATE], COMPILED),
+    "speed": Scenario(BOTH, SPEED_DENSE, MEASURED, SPEED),
+    "speed-sparse": Scenario(BOTH_SPARSE, SPARSE, MEASURED, SPEED),
+    "speed-fp8": Scenario(BOTH, SPEED_FP8, _speed_tasks(), SPEED | FP8),
+    "speed-sparse-fp8": Scenario(BOTH_SPARSE, FP8_ROWS, _speed_tasks(), SPEED | FP8_PACKED),
     "soak": Scenario(
         ("v3-h16",),
         ("MLAKIT",),
@@ -175,11 +197,9 @@ SCENARIOS = {
         SOAK,
         {"VLLM_BATCH_INVARIANT": "1"},
     ),
-    "sglang": Scenario(
-        ("v3-h16", "v3-h128"), SGLANG_DENSE, [TOKENS, *_speed_tasks()], program="sglang_job.py"
-    ),
+    "sglang": Scenario(BOTH, SGLANG_DENSE, [TOKENS, *_speed_tasks()], program="sglang_job.py"),
     "sglang-sparse": Scenario(
-        ("v3.2-h16", "v3.2-h128"),
+        BOTH_SPARSE,
         SGLANG_SPARSE,
         [TOKENS, *_speed_tasks()],
         {"kv_cache_dtype": "fp8_e4m3"},
@@ -200,73 +220,100 @@ class Job:
         return f"{self.name}.{self.model}.{self.backend}"
 
 
-def jobs(only: str, backends: list[str] | None) -> Iterator[Job]:
+def jobs(
+    only: str = "*", backends: list[str] | None = None, models: list[str] | None = None
+) -> Iterator[Job]:
+    """Yield the jobs of scenarios whose name matches one of the patterns in `only`."""
     for name, scenario in SCENARIOS.items():
-        for model in scenario.models:
-            for backend in scenario.backends:
-                if only in name and (not backends or backend in backends):
-                    yield Job(name, model, backend, scenario)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in only.split(",")):
+            for model in scenario.models:
+                for backend in scenario.backends:
+                    is_asked = not backends or backend in backends
+                    if is_asked and (not models or model in models):
+                        yield Job(name, model, backend, scenario)
 
 
-def start(job: Job, out: Path, limit: int, extra: dict[str, Any]) -> str | None:
-    """Run a job in a process of its own; return the end of its log if it failed."""
+def is_done(job: Job, out: Path) -> bool:
+    """Is there a result of every task?"""
+    path = out / f"{job.stem}.json"
+    return path.exists() and len(read(path)["tasks"]) == len(job.scenario.tasks)
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def start(job: Job, out: Path, asked: argparse.Namespace, end: float) -> str | None:
+    """Run a job in a process of its own; return what its log says of an error, None without one."""
+    if time.monotonic() > end:
+        return "not begun: no time is left"
     path = out / f"{job.stem}.job.json"
     path.write_text(
         json.dumps(
             {
                 "name": job.stem,
                 "model": str(out / "models" / job.model),
-                "engine": job.scenario.arguments(job.backend) | extra,
+                "engine": job.scenario.arguments(job.backend) | json.loads(asked.engine),
                 "tasks": job.scenario.tasks,
                 "result": str(out / f"{job.stem}.json"),
+                # the process of a measurement waits for its turn where others may be running
+                "turn": str(out / "turn.lock") if job.scenario.is_alone else None,
             }
         )
     )
-    own = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_PLUGINS": "mlakit",
-        "SGLANG_PLUGINS": "mlakit",
-        **job.scenario.environment,
-    }
+    limit = asked.limit * (2 if job.scenario.is_alone and asked.jobs > 1 else 1)
     log = out / f"{job.stem}.log"
     with log.open("w") as file:
-        try:
-            code = subprocess.run(
-                [sys.executable, str(HERE / job.scenario.program), str(path)],
-                env=os.environ | own,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+        code = exit_status(
+            [sys.executable, str(HERE / job.scenario.program), str(path)],
+            limit,
+            env=ENVIRONMENT | os.environ | job.scenario.environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
     if code == 0:
         return None
     ended = f"no end within {limit} s" if code is None else f"exit status {code}"
-    return "\n".join([*log.read_text().splitlines()[-12:], ended])
+    return "\n".join([*telling(log.read_text(errors="replace")), ended])
+
+
+def exit_status(command: list[str], limit: int, **named: Any) -> int | None:
+    """Return the exit status of a command; None if it is killed, with what it started, in time."""
+    with subprocess.Popen(command, **GROUP, **named) as process:
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # an engine's processes may outlive the one that started them
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(out: Path, asked: argparse.Namespace) -> int:
     """Run what is asked for and not there; return the number of failures."""
-    todo = [
-        job for job in jobs(asked.only, asked.backend) if not (out / f"{job.stem}.json").exists()
-    ]
+    chosen = list(jobs(asked.only, asked.backend, asked.model))
+    if not chosen:
+        raise SystemExit(f"no scenario is {asked.only}; there are {', '.join(SCENARIOS)}")
+    todo = [job for job in chosen if not is_done(job, out)]
     make_models({job.model for job in todo}, out / "models")
-    extra = json.loads(asked.engine)
+    end = time.monotonic() + asked.stop_after
     failed = 0
     for alone in (False, True):
-        with ThreadPoolExecutor(1 if alone else asked.jobs) as pool:
-            chosen = [job for job in todo if job.scenario.is_alone == alone]
-            ended = pool.map(lambda job: start(job, out, asked.limit, extra), chosen)
-            what = "serving, one at a time" if alone else "serving"
+        group = [job for job in todo if job.scenario.is_alone == alone]
+        # beside a process that is measured, one may import
+        workers = min(asked.jobs, 2) if alone else asked.jobs
+        with ThreadPoolExecutor(workers) as pool:
+            ended = pool.map(lambda job: start(job, out, asked, end), group)
+            what = "measuring" if alone else "serving"
             for job, error in track(
-                zip(chosen, ended, strict=True), what, total=len(chosen), console=CONSOLE
+                zip(group, ended, strict=True), what, total=len(group), console=CONSOLE
             ):
                 if error is not None:
                     failed += 1
-                    CONSOLE.print(f"[red]{job.stem} failed[/]\n{error}", highlight=False)
+                    CONSOLE.print(f"[red]{job.stem} failed[/]")
+                    CONSOLE.print(error, highlight=False, markup=False)
     return failed
 
 
@@ -341,11 +388,10 @@ def attention_us(kernels: dict[str, float], own: re.Pattern[str]) -> float:
 def results(out: Path) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
     """Results by scenario and model, then by backend."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for job in jobs("", None):
+    for job in jobs():
         path = out / f"{job.stem}.json"
         if path.exists():
-            of = found.setdefault((job.name, job.model), {})
-            of[job.backend] = json.loads(path.read_text())
+            found.setdefault((job.name, job.model), {})[job.backend] = read(path)
     return found
 
 
@@ -503,9 +549,13 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="serve with every backend")
     runner.add_argument("out", type=Path)
-    runner.add_argument("--only", default="", help="scenarios with this in their name")
+    runner.add_argument("--only", default="*", help="names of scenarios, or patterns, with commas")
     runner.add_argument("--backend", action="append", help="only this one; may be repeated")
-    runner.add_argument("--jobs", type=int, default=1, help="processes that compare tokens at once")
+    runner.add_argument("--model", action="append", help="only this one; may be repeated")
+    runner.add_argument("--jobs", type=int, default=1, help="processes at once")
+    runner.add_argument(
+        "--stop-after", type=float, default=float("inf"), help="seconds until no process is begun"
+    )
     runner.add_argument("--limit", type=int, default=600, help="seconds for one process")
     runner.add_argument("--engine", default="{}", help="more engine arguments, as JSON")
     reporter = commands.add_parser("report", help="tables of the results that are there")

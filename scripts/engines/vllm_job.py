@@ -8,6 +8,7 @@ Prompts are tokens, so that no tokenizer is needed. Each kind of task is a funct
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,17 @@ WARM_STEPS = 4
 PROFILED_STEPS = 4
 
 
+def import_engine() -> None:
+    """Import what an engine needs: seconds that need no GPU."""
+    from vllm.model_executor.models import deepseek_v2
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.engine import core
+    from vllm.v1.worker import gpu_worker
+
+    assert deepseek_v2, (core, gpu_worker)
+    load_general_plugins()  # before an attention_config names a plugin's backend
+
+
 def prompts(seed: int, lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(FIRST_TOKEN, vocabulary) for _ in range(length)] for length in lengths]
@@ -38,7 +51,6 @@ class Engine:
 
     def __init__(self, model: str, arguments: dict[str, Any]) -> None:
         from vllm import EngineArgs, LLMEngine
-        from vllm.plugins import load_general_plugins
         from vllm.v1.core.sched.scheduler import Scheduler
 
         self.preemptions = 0
@@ -49,7 +61,6 @@ class Engine:
             return preempt(*given, **named)
 
         Scheduler._preempt_request = counted
-        load_general_plugins()  # before an attention_config names a plugin's backend
         start = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **arguments))
         self.start_seconds = time.perf_counter() - start
@@ -291,18 +302,37 @@ TASKS: dict[str, Callable[[Engine, dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+@contextmanager
+def turn(lock: str | None) -> Iterator[None]:
+    """Wait until no other process has the lock, and keep it."""
+    if lock is None:
+        yield
+        return
+    with Path(lock).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def main(path: Path) -> None:
-    """Run the job in `path`; the result is written again after every task."""
+    """Run the job in `path`; the result is written again after every task.
+
+    Tasks that the result has already are not run again.
+    """
     job = json.loads(path.read_text())
+    target = Path(job["result"])
     result: dict[str, Any] = {"name": job.get("name"), "tasks": []}
-    engine = Engine(job["model"], job["engine"])
-    result["start_seconds"] = engine.start_seconds
-    for task in job["tasks"]:
-        start = time.perf_counter()
-        gave = TASKS[task["kind"]](engine, task)
-        seconds = time.perf_counter() - start
-        result["tasks"].append({"task": task, "seconds": seconds} | gave)
-        Path(job["result"]).write_text(json.dumps(result))
+    if target.exists():
+        result = json.loads(target.read_text())
+    import_engine()
+    with turn(job.get("turn")):
+        engine = Engine(job["model"], job["engine"])
+        result["start_seconds"] = engine.start_seconds
+        for task in job["tasks"][len(result["tasks"]) :]:
+            start = time.perf_counter()
+            gave = TASKS[task["kind"]](engine, task)
+            seconds = time.perf_counter() - start
+            result["tasks"].append({"task": task, "seconds": seconds} | gave)
+            target.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from types import ModuleType
+import time
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch
 from tests.paths import ROOT
 
 FOLDER = ROOT / "scripts/engines"
+
+
+sys.path.append(str(FOLDER))  # the scripts import each other
 
 
 def script(name: str) -> ModuleType:
@@ -25,7 +29,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-models, compare = script("models"), script("compare")
+models, compare, vllm_job = script("models"), script("compare"), script("vllm_job")
 
 
 @pytest.mark.slow
@@ -138,3 +142,102 @@ def test_every_scenario_has_a_backend_of_ours_and_models_that_exist():
         assert ours in json.dumps(scenario.arguments(ours))
         assert (FOLDER / scenario.program).exists()
         assert set(scenario.models) <= set(models.MODELS)
+
+
+LOG = """\
+WARNING 11-19 08:17:11 [import_utils.py:408] Traceback (most recent call last):
+WARNING 11-19 08:17:11 [import_utils.py:408]   File "a.py", line 1, in expected
+WARNING 11-19 08:17:11 [import_utils.py:408] ImportError: an optional package
+(EngineCore pid=7) ERROR 11-19 08:17:12 [core.py:1100] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-19 08:17:12 [core.py:1100]   File "b.py", line 2, in the_cause
+(EngineCore pid=7) ERROR 11-19 08:17:12 [core.py:1100]     launch()
+(EngineCore pid=7) ERROR 11-19 08:17:12 [core.py:1100] CompilationError: at 3:7:
+(EngineCore pid=7) ERROR 11-19 08:17:12 [core.py:1100]     x = tl.load(y)
+INFO 11-19 08:17:13 [core.py:9] going down
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "c.py", line 3, in main
+[rank0]: RuntimeError: Engine core initialization failed
+nanobind: leaked 7 types!
+nanobind: leaked 9 functions!
+nanobind: leaked 1 keep_alive record!
+nanobind: this is likely caused by a reference counting issue in the binding code.
+nanobind: see its documentation
+"""
+
+
+def test_the_first_errors_of_a_log_are_shown_and_not_only_its_end():
+    found = script("logs").telling(LOG)
+    assert not any("optional package" in line for line in found)
+    assert found[:4] == [
+        '  File "b.py", line 2, in the_cause',
+        "    launch()",
+        "CompilationError: at 3:7:",
+        "    x = tl.load(y)",
+    ]
+    assert "RuntimeError: Engine core initialization failed" in found
+    assert found[-1] == "nanobind: see its documentation"
+    assert script("logs").telling("nothing\n") == ["nothing"]
+
+
+def test_a_process_is_killed_with_all_that_it_started(tmp_path):
+    forever = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+    )
+    ticks = (
+        "import pathlib, sys, time\nwhile True: pathlib.Path(sys.argv[1]).touch(); time.sleep(0.1)"
+    )
+    path = tmp_path / "alive"
+    command = [sys.executable, "-c", forever, ticks, str(path)]
+    assert compare.exit_status([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
+    assert compare.exit_status(command, 3) is None
+    assert path.exists()
+    path.unlink()
+    time.sleep(1)
+    assert not path.exists()
+
+
+def test_scenarios_are_asked_for_by_patterns():
+    def names(only: str) -> set[str]:
+        return {job.name for job in compare.jobs(only)}
+
+    assert names("tokens") == {"tokens"}
+    assert names("speed*,soak") == {
+        "speed",
+        "speed-fp8",
+        "speed-sparse",
+        "speed-sparse-fp8",
+        "soak",
+    }
+    stems = [job.stem for job in compare.jobs("tokens", ["MLAKIT"], ["v3-h128"])]
+    assert stems == ["tokens.v3-h128.MLAKIT"]
+    assert not names("nothing")
+
+
+def test_tasks_with_a_result_are_not_run_again(tmp_path, monkeypatch):
+    engine = SimpleNamespace(start_seconds=1.0)
+    monkeypatch.setattr(vllm_job, "import_engine", lambda: None)
+    monkeypatch.setattr(vllm_job, "Engine", lambda *arguments: engine)
+    ran: list[int] = []
+
+    def task(engine: object, task: dict[str, int]) -> dict[str, int]:
+        ran.append(task["number"])
+        if len(ran) == 2:
+            raise RuntimeError("the machine goes back")
+        return {"gave": task["number"]}
+
+    monkeypatch.setitem(vllm_job.TASKS, "counted", task)
+    path, result = tmp_path / "job.json", tmp_path / "result.json"
+    tasks = [{"kind": "counted", "number": number} for number in range(3)]
+    lock = str(tmp_path / "turn.lock")
+    job = {"model": "", "engine": {}, "tasks": tasks, "result": str(result), "turn": lock}
+    path.write_text(json.dumps(job))
+    with pytest.raises(RuntimeError, match="goes back"):
+        vllm_job.main(path)
+    scenario = compare.Scenario((), (), tasks)
+    half = compare.Job("result", "", "", scenario)
+    monkeypatch.setattr(compare.Job, "stem", "result")
+    assert not compare.is_done(half, tmp_path)
+    vllm_job.main(path)
+    assert ran == [0, 1, 1, 2]
+    assert [each["gave"] for each in json.loads(result.read_text())["tasks"]] == [0, 1, 2]
+    assert compare.is_done(half, tmp_path)

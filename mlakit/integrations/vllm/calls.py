@@ -22,7 +22,7 @@ from mlakit.integrations.steps import DecodeBatch
 from mlakit.parallel.select import best_of_rank, best_of_ranks, own_positions
 
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
-PACKED_CACHE_DTYPE = "fp8_ds_mla"
+PACKED_CACHE_DTYPE, PACKED_BYTES = "fp8_ds_mla", 656
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHE_DTYPES, PACKED_CACHE_DTYPE)
 
 

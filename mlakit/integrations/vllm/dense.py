@@ -23,6 +23,7 @@ from mlakit.integrations.vllm.seams import (
 )
 from mlakit.integrations.warmup import compile_kernels
 
+PAGE = 64  # tokens
 FLOAT_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -47,6 +48,22 @@ class DenseBackend(MLACommonBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Pages of 64 tokens, a tile of Hopper's kernels, unless the user asks for others."""
+        return default_block_size if default_block_size % PAGE == 0 else PAGE
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        is_packed = cache_dtype_str == calls.PACKED_CACHE_DTYPE
+        return num_blocks, block_size, calls.PACKED_BYTES if is_packed else head_size
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -45,15 +45,22 @@ class PrefillBackend(MLAPrefillBackend):
         return (result, by_heads(lse)) if return_softmax_lse else result
 
     def run_prefill_context_chunk(
-        self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+        self,
+        chunk: Any = None,
+        q: Any = None,
+        k: Any = None,
+        v: Any = None,
+        out: Tensor | None = None,
+        chunk_idx: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of the new tokens to a part of the cached ones, all of which they see.
 
-        chunk  its metadata, or its number in the metadata of all (vLLM before 0.28)
+        chunk      its metadata
+        chunk_idx  its number in the metadata of all, in its place (vLLM before 0.28)
         """
-        if isinstance(chunk, int):
+        if chunk_idx is not None:
             context = self._prefill_metadata.chunked_context
-            starts = self._prefill_metadata.query_start_loc, context.cu_seq_lens[chunk]
+            starts = self._prefill_metadata.query_start_loc, context.cu_seq_lens[chunk_idx]
         else:
             starts = chunk.query_start_loc, chunk.cu_seq_lens
         result, lse = self._attend(q, k, v, *starts, is_causal=False, out=out)

@@ -19,6 +19,7 @@ _ATTENTION = "vllm.model_executor.layers.attention"
 _MLA, _SPARSE_MLA = f"{_ATTENTION}.mla_attention", f"{_ATTENTION}.sparse_mla_attention"
 _BACKENDS = "vllm.v1.attention.backends"
 _INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
+_INDEX_METADATA = "vllm.v1.attention.backends.mla.indexer"
 _OPS = "vllm.model_executor.custom_op"
 # what every layer of vLLM with latent rows is made with
 _LAYER = (
@@ -58,7 +59,36 @@ SEAMS = {
     "AttentionCGSupport": Seam("vllm.v1.attention.backend"),
     "CUDAGraphMode": Seam("vllm.config"),
     "CustomOp": Seam(_OPS, {"register_oot": ("name",)}),
-    "MLACommonBackend": Seam(_MLA),
+    "DeepSeekV32IndexerDecodeMetadata": Seam(
+        _INDEX_METADATA, attributes=("block_table", "decode_lens", "global_seq_lens", "seq_lens")
+    ),
+    "DeepseekV32IndexerMetadata": Seam(
+        _INDEX_METADATA,
+        attributes=(
+            "decode",
+            "max_seq_len",
+            "num_decode_tokens",
+            "num_decodes",
+            "num_prefills",
+            "prefill",
+            "seq_lens",
+            "slot_mapping",
+        ),
+    ),
+    "DeepseekV32IndexerPrefillChunkMetadata": Seam(
+        _INDEX_METADATA,
+        attributes=(
+            "block_table",
+            "cu_seq_lens",
+            "cu_seqlen_ke",
+            "cu_seqlen_ks",
+            "local_cu_seq_lens",
+            "token_end",
+            "token_start",
+            "total_seq_lens",
+        ),
+    ),
+    "MLACommonBackend": Seam(_MLA, overrides={"get_preferred_block_size": ("default_block_size",)}),
     "MLACommonDecodeMetadata": Seam(
         _MLA, attributes=("block_table", "seq_lens", "dcp_tot_seq_lens")
     ),
@@ -144,6 +174,18 @@ SEAMS = {
         attributes=("dense_mha_metadata_layer_name",),
         names="SparseAttnIndexer",
         since=(0, 27),
+    ),
+    "index_metadata_of_requests": Seam(
+        _INDEX_METADATA,
+        attributes=("per_req_decode_lens",),
+        names="DeepSeekV32IndexerDecodeMetadata",
+        since=(0, 32),
+    ),
+    "index_metadata_of_tables": Seam(
+        _INDEX_METADATA,
+        attributes=("block_table",),
+        names="DeepseekV32IndexerMetadata",
+        since=(0, 32),
     ),
     "max_logits_mb": Seam("vllm.envs", names="VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"),
     "op_registry_oot": Seam(_OPS),

@@ -111,26 +111,29 @@ def _select_decode(
     ranks: Ranks | None,
 ) -> None:
     requests, tokens = metadata.num_decodes, metadata.num_decode_tokens
-    q_starts = None
-    if tokens != requests:
-        q_starts = getattr(metadata, "mlakit_q_starts", None)
-        if q_starts is None:  # the first layer makes it for all, inside of a CUDA graph
-            q_starts = starts_of(metadata.decode.per_req_decode_lens[:requests])
-            metadata.mlakit_q_starts = q_starts
+    if tokens == requests:
+        table = getattr(metadata, "block_table", None)
+        table = metadata.decode.block_table if table is None else table  # vLLM before 0.32
+        table, lens, q_starts = table[:requests], metadata.seq_lens[:requests], None
+    else:
+        found = getattr(metadata, "mlakit_drafts", None)
+        if found is None:  # the first layer makes it for all, inside of a CUDA graph
+            found = metadata.mlakit_drafts = _drafts(metadata)
+        table, lens, q_starts = found
     # a graph is replayed with longer requests than those it was captured with
     longest = max_model_len if _is_capturing(q) else metadata.max_seq_len
     if ranks is not None:
         found = getattr(metadata, "mlakit_local", None)
         if found is None:  # for all layers
-            found = _local(metadata.seq_lens[:requests], q_starts, tokens, ranks.shard)
+            found = _local(lens, q_starts, tokens, ranks.shard)
             metadata.mlakit_local = found
-        lens, visible = found
+        local_lens, visible = found
         calls.select_tokens_of_ranks(
             q[:tokens],
             weights[:tokens],
             pool,
-            metadata.block_table[:requests],
-            lens,
+            table,
+            local_lens,
             q_starts,
             visible,
             ranks.shard.local_count(longest),
@@ -142,12 +145,27 @@ def _select_decode(
         q[:tokens],
         weights[:tokens],
         pool,
-        metadata.block_table[:requests],
-        metadata.seq_lens[:requests],
+        table,
+        lens,
         q_starts,
         longest,
         topk_tokens[:tokens],
     )
+
+
+def _drafts(metadata: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return (block_table, kv_lens, q_starts) of decode requests with several queries."""
+    requests, tokens, decode = metadata.num_decodes, metadata.num_decode_tokens, metadata.decode
+    table = getattr(metadata, "block_table", None)
+    if table is not None:
+        q_lens = decode.per_req_decode_lens
+    elif decode.decode_lens.shape[0] == requests:  # vLLM before 0.32
+        table, q_lens = decode.block_table, decode.decode_lens
+    else:  # there, for its own kernels, it has made a request of every token
+        lens = decode.seq_lens if decode.global_seq_lens is None else decode.global_seq_lens
+        # the padding of a CUDA graph has lengths below 0
+        return decode.block_table[:tokens], lens.reshape(-1)[:tokens].clamp(min=0), None
+    return table[:requests], metadata.seq_lens[:requests], starts_of(q_lens[:requests])
 
 
 def _local(

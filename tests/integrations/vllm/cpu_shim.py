@@ -24,11 +24,16 @@ def install() -> None:
     """Idempotent, as plugins must be."""
     if _LIBRARY:
         return
-    _LIBRARY.append(torch.library.Library("_C", "FRAGMENT"))
-    _define_ops(_LIBRARY[0])
+    from mlakit.integrations.vllm import seams
+
+    _LIBRARY.extend(torch.library.Library(name, "FRAGMENT") for name in ("_C", "_C_cache_ops"))
+    _define_ops(_LIBRARY)
     _take_the_asked_backend()
     _keep_chunks_and_prefixes()
     _map_slots()
+    if seams.RELEASES.installed < (0, 27):
+        _do_not_pin()
+        _merge_contexts()
     _correct_shards()
     _record_calls()
     if os.environ.get(ORACLE):
@@ -37,10 +42,10 @@ def install() -> None:
         steps.decode = oracle
 
 
-def _define_ops(library: torch.library.Library) -> None:
-    def define(schema: str, function: Callable[..., Any]) -> None:
+def _define_ops(libraries: list[torch.library.Library]) -> None:
+    def define(schema: str, function: Callable[..., Any], library=libraries[0]) -> None:
         name = schema.partition("(")[0]
-        if not hasattr(torch.ops._C, name):
+        if not hasattr(getattr(torch.ops, library.ns), name):
             library.define(schema)
             library.impl(name, function, "CompositeExplicitAutograd")
 
@@ -56,6 +61,25 @@ def _define_ops(library: torch.library.Library) -> None:
                 out[request, drafts] = bonus.view(-1)[request]
             start = end
 
+    def gather(src, dst, table, cu, request_of, tokens, kind, scale, starts):
+        assert src.dtype == dst.dtype, f"gathers rows as they are, got {kind}"
+        request = request_of[:tokens].long()
+        at = torch.arange(tokens) - cu[request]
+        at = at if starts is None else at + starts[request]
+        size = src.shape[1]
+        dst[:tokens] = src[table[request, at // size].long(), at % size]
+
+    def silu_and_mul(out, input):
+        gate, up = input.chunk(2, -1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    define(
+        "gather_and_maybe_dequant_cache(Tensor src, Tensor(a!) dst, Tensor table, Tensor cu, "
+        "Tensor request_of, int tokens, str kind, Tensor scale, Tensor? starts) -> ()",
+        gather,
+        libraries[1],
+    )
+    define("silu_and_mul(Tensor(a!) out, Tensor input) -> ()", silu_and_mul)
     define("init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None)
     define("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(-1).view(-1))
     define(
@@ -68,7 +92,10 @@ def _define_ops(library: torch.library.Library) -> None:
 def _take_the_asked_backend() -> None:
     """The CPU platform has backends of its own for MLA, whatever is asked for."""
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.mla.prefill import registry
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    from mlakit.integrations.vllm import plugin
 
     def backend(cls, selected_backend, attn_selector_config, num_heads=None):
         return selected_backend.get_path()
@@ -77,7 +104,11 @@ def _take_the_asked_backend() -> None:
         return MLAPrefillBackendEnum["MLAKIT"].get_class()
 
     CpuPlatform.get_attn_backend_cls = classmethod(backend)
-    CpuPlatform.get_mla_prefill_backend_cls = classmethod(prefill)
+    if hasattr(CpuPlatform, "get_mla_prefill_backend_cls"):
+        CpuPlatform.get_mla_prefill_backend_cls = classmethod(prefill)
+    else:  # vLLM 0.26 takes FlashAttention on every CPU
+        path = plugin.PREFILL_BACKENDS[plugin.PREFILL]
+        registry.register_mla_prefill_backend(MLAPrefillBackendEnum.FLASH_ATTN, path)
 
 
 def _keep_chunks_and_prefixes() -> None:
@@ -119,9 +150,46 @@ def _map_slots() -> None:
     BlockTable.compute_slot_mapping = compute
 
 
+def _do_not_pin() -> None:
+    """vLLM 0.26 pins the lengths of chunks on machines without a GPU too."""
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *sizes, pin_memory=False, **named: make(*sizes, **named)
+
+    torch.empty, torch.zeros = unpinned(torch.empty), unpinned(torch.zeros)
+
+
+def _merge_contexts() -> None:
+    """vLLM 0.26 merges the attention to parts of a context by Triton kernels on every machine."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    def merge(
+        output,
+        prefix_output,
+        prefix_lse,
+        suffix_output,
+        suffix_lse,
+        output_lse=None,
+        prefill_tokens_with_context=None,
+        output_scale=None,
+    ):
+        total = torch.logaddexp(prefix_lse, suffix_lse)
+        weights = [(lse - total).exp().T[..., None] for lse in (prefix_lse, suffix_lse)]
+        output.copy_(prefix_output * weights[0] + suffix_output * weights[1])
+        if output_lse is not None:
+            output_lse.copy_(total)
+
+    mla_attention.merge_attn_states = merge
+    # mlakit's results of requests without context are what this makes of them
+    mla_attention.mask_empty_context = lambda *arguments: None
+
+
 def _correct_shards() -> None:
     """The correction of a rank's result by all ranks' lse is a Triton kernel."""
-    from vllm.v1.attention.ops import dcp
+    try:
+        from vllm.v1.attention.ops import dcp
+    except ImportError:  # vLLM 0.26
+        from vllm.v1.attention.ops import common as dcp
 
     def correct(out, lses, cp_rank, ctx=None, is_lse_base_on_e=True):
         assert is_lse_base_on_e

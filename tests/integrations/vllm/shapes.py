@@ -151,3 +151,25 @@ def index_metadata(
         prefill=SimpleNamespace(chunks=made),
         block_table=cache.table,
     )
+
+
+def of_earlier_release(metadata: SimpleNamespace, is_flattened: bool) -> SimpleNamespace:
+    """The same step as vLLM before 0.32 describes it: only decode requests have a block table.
+
+    is_flattened  every token of them is a request; the last ones are the padding of a CUDA graph
+    """
+    made = SimpleNamespace(**vars(metadata))
+    table, requests = made.block_table[: made.num_decodes], made.num_decodes
+    q_lens = made.decode.per_req_decode_lens
+    lens = made.seq_lens[:requests]
+    del made.block_table
+    if is_flattened:
+        last = lens.repeat_interleave(q_lens)
+        starts_ = (q_lens.cumsum(0) - q_lens).repeat_interleave(q_lens)
+        place = torch.arange(len(last), device=lens.device) - starts_
+        lens = (last - q_lens.repeat_interleave(q_lens) + place + 1).int()
+        table, q_lens = table.repeat_interleave(q_lens, dim=0), torch.ones_like(lens)
+    made.decode = SimpleNamespace(
+        block_table=table, seq_lens=lens[:, None], decode_lens=q_lens, global_seq_lens=None
+    )
+    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pickle
 import subprocess
 import sys
@@ -68,6 +69,36 @@ def test_every_name_of_the_seams_is_there():
             except AttributeError as error:  # a module that asks for a compiled op when imported
                 found = "'_OpNamespace'" in str(error)
             assert found
+
+
+def test_methods_take_every_argument_by_the_names_of_the_seams():
+    from mlakit.integrations.vllm import dense, prefill, sparse
+
+    checked = set()
+    for own in (*classes_of(dense), *classes_of(sparse), *classes_of(prefill)):
+        for name, seam in seams.SEAMS.items():
+            if seam.overrides and issubclass(own, getattr(seams, name)):
+                for method, names in seam.overrides.items():
+                    taken = inspect.signature(getattr(own, method)).parameters
+                    assert set(names) <= set(taken), (own, method)
+                    checked.add((own.__name__, method))
+    assert ("PrefillBackend", "run_prefill_context_chunk") in checked
+    assert ("SparseImpl", "forward_mqa") in checked
+
+
+def classes_of(module: ModuleType) -> list[type]:
+    own = (each for each in vars(module).values() if isinstance(each, type))
+    return [each for each in own if each.__module__ == module.__name__]
+
+
+def test_pages_have_64_tokens_unless_others_are_asked_for():
+    from mlakit.integrations.vllm.dense import DenseBackend
+    from mlakit.integrations.vllm.sparse import SparseBackend
+
+    for backend in (DenseBackend, SparseBackend):
+        assert [backend.get_preferred_block_size(size) for size in (16, 64, 128)] == [64, 64, 128]
+        shapes = [backend.get_kv_cache_shape(3, 64, 1, 576, kind) for kind in ("fp8", "fp8_ds_mla")]
+        assert shapes == [(3, 64, 576), (3, 64, 656)]
 
 
 def test_registering_again_changes_nothing():
@@ -343,6 +374,6 @@ def test_the_prefill_backend_returns_lse_by_heads():
     chunks = SimpleNamespace(cu_seq_lens=[None, starts([8, 0], CPU)])
     metadata = SimpleNamespace(query_start_loc=starts([5, 3], CPU), chunked_context=chunks)
     made.prepare_metadata(metadata)
-    assert torch.equal(made.run_prefill_context_chunk(1, q, k, v)[0], context)
+    assert torch.equal(made.run_prefill_context_chunk(chunk_idx=1, q=q, k=k, v=v)[0], context)
     with pytest.raises(UnsupportedError, match="output_scale must be None"):
         made.run_prefill_new_tokens(q, k, v, False, output_scale=torch.ones(1))

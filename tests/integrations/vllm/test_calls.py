@@ -21,6 +21,7 @@ from tests.integrations.vllm.shapes import (
     cache_of,
     index_cache_of,
     index_metadata,
+    of_earlier_release,
     starts,
 )
 
@@ -388,13 +389,16 @@ def check_selection(selected: Tensor, q: Tensor, weights: Tensor, keys, q_lens, 
         torch.testing.assert_close(row[found].sort(descending=True).values, best, rtol=0, atol=0.6)
 
 
+@pytest.mark.parametrize("release", ["0.32", "0.26", "0.26-flattened"])
 @pytest.mark.parametrize("chunks", [[slice(0, 203)], [slice(0, 100), slice(100, 203)]])
-def test_the_indexer_selects_for_decode_requests_and_chunks_of_prefill(chunks, device):
+def test_the_indexer_selects_for_decode_requests_and_chunks_of_prefill(chunks, release, device):
     cache = index_cache_of(INDEX_LENGTHS, device)
     fill_index(cache, INDEX_LENGTHS, device)
     tokens, k = sum(INDEX_QUERIES), 64
     q, weights = index_queries(tokens + 6, device)
     metadata = index_metadata(cache, INDEX_LENGTHS, INDEX_QUERIES, DECODES, chunks)
+    if release != "0.32":
+        metadata = of_earlier_release(metadata, release.endswith("flattened"))
     buffer = torch.full((tokens + 10, k), 10**6, dtype=torch.int32, device=device)
     before = cache.everything.clone()
     selection.select_step(
@@ -405,6 +409,19 @@ def test_the_indexer_selects_for_decode_requests_and_chunks_of_prefill(chunks, d
     )
     assert bool((buffer[tokens:] == 10**6).all())
     assert_same_bits("index keys", cache.everything, before)
+
+
+def test_the_indexer_selects_for_one_query_per_request_of_an_earlier_release(device):
+    lengths = [200, 70]
+    cache = index_cache_of(lengths, device)
+    fill_index(cache, lengths, device)
+    q, weights = index_queries(2, device)
+    metadata = of_earlier_release(index_metadata(cache, lengths, [1, 1], 2, []), False)
+    buffer = torch.full((2, 64), 10**6, dtype=torch.int32, device=device)
+    selection.select_step(
+        q, None, weights, buffer, cache.pool, metadata, max_model_len=512, power_of_two_scales=True
+    )
+    check_selection(buffer, q, weights, cache.keys(lengths), [1, 1], 64)
 
 
 def test_the_indexer_appends_keys_and_leaves_an_unused_selection(device):
