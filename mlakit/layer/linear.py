@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ HARMLESS = (
     "transformers.distributed.tensor_parallel",
     "transformers.utils.output_capturing",
 )
+PLACING = ("accelerate.hooks", "AlignDevicesHook")  # moves the inputs to the device of the weights
 
 
 class Activations:
@@ -183,12 +185,30 @@ class RMSNorm(nn.Module):
 def does_more_when_called(module: nn.Module) -> bool:
     """Whether a module has hooks or a forward of its own, which a use of its parameters skips.
 
-    Those of `HARMLESS` do not count.
+    Those of `HARMLESS` do not count, nor a forward of accelerate that only moves inputs.
     """
     added = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not _only_moves_inputs(module):
         added.append(module.__dict__["forward"])
     return any(getattr(each, "__module__", None) not in HARMLESS for each in added)
+
+
+def is_offloaded(module: object) -> bool:
+    """Whether accelerate fetches the weights of a module for each call, and drops them after it."""
+    return bool(getattr(vars(module).get("_hf_hook"), "offload", False))
+
+
+def _only_moves_inputs(module: nn.Module) -> bool:
+    """Whether the forward of a module is accelerate's, with weights that stay where they are."""
+    forward, hook = module.__dict__["forward"], module.__dict__.get("_hf_hook")
+    before = module.__dict__.get("_old_forward")
+    return (
+        isinstance(forward, partial)
+        and forward.func.__module__ == PLACING[0]
+        and (type(hook).__module__, type(hook).__name__) == PLACING
+        and not is_offloaded(module)
+        and getattr(before, "__func__", None) is type(module).forward
+    )
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

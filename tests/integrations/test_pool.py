@@ -18,7 +18,7 @@ class Model:
     """A pool, and the rows that each sequence should have."""
 
     def __init__(self, batch: int) -> None:
-        self.pool = LatentPool(LAYERS, None, PAGE)
+        self.pool = LatentPool(LAYERS, None, PAGE, CPU)
         self.rows: list[list[Tensor]] = [[] for _ in range(batch)]
         self.mask = torch.zeros(batch, 0, dtype=torch.int64)
 
@@ -26,7 +26,7 @@ class Model:
         """Append random rows of the columns that `new` [batch, length] shows; padding is NaN."""
         batch, length = new.shape
         self.mask = torch.cat([self.mask, new], 1)
-        self.pool.begin_step(batch, length, self.mask, CPU)
+        self.pool.begin_step(batch, length, self.mask)
         for layer in range(LAYERS):
             rows = torch.randn(batch, 1, length, LATENT + ROPE)
             rows[~new.bool()[:, None]] = torch.nan
@@ -104,7 +104,7 @@ def test_a_reset_pool_has_no_tokens_and_its_memory():
     model.pool.reset()
     assert model.pool.allocator.num_free_pages == pages
     assert (model.pool.sequences, model.pool.columns) == ([], 0)
-    model.pool.begin_step(3, 2, None, CPU)  # a batch of another size
+    model.pool.begin_step(3, 2, None)  # a batch of another size
     assert model.pool.cache is cache
 
 
@@ -126,7 +126,7 @@ def test_the_step_has_the_tokens_without_padding():
 
 def refused(pool: LatentPool, *step: Any) -> str:
     with pytest.raises(ValueError, match="mlakit: ") as error:
-        pool.begin_step(*step, CPU)
+        pool.begin_step(*step)
     return str(error.value)
 
 

@@ -347,13 +347,6 @@ def test_other_caches(model):
         model(prompts(), past_key_values=cache)
 
 
-def test_layers_on_two_devices():
-    model = build("DeepseekV3")
-    model.model.layers[2].to("meta")
-    with pytest.raises(UnsupportedError, match="on one device, got cpu, meta"):
-        patch(model)
-
-
 def test_a_layer_outside_of_the_decoder(model):
     layer = model.model.layers[0].self_attn
     x = torch.randn(1, 4, model.config.hidden_size)

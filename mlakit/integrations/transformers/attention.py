@@ -30,9 +30,13 @@ _UP_PROJECTION = "_mlakit_up_projection"
 
 
 class _Uncached(local):
-    """The pool of a forward without a cache, one per thread; all layers use its only layer."""
+    """The pools of a forward without a cache, by device, one set per thread.
 
-    pool: LatentPool | None = None
+    All layers on a device use the only layer of its pool.
+    """
+
+    def __init__(self) -> None:
+        self.pools: dict[torch.device, LatentPool] = {}
 
 
 uncached = _Uncached()
@@ -75,9 +79,10 @@ def attention(
     if not isinstance(key, (Tensor, tuple)):
         return _static_attention(module, query, key, scaling, indices, s_aux), None
     if isinstance(key, Tensor):
-        pool, layer = uncached.pool, 0
-        if pool is None:
+        found, layer = uncached.pools.get(checks.device_of(module)), 0
+        if found is None:
             raise UnsupportedError("mlakit: the decoder of the patched model must be called")
+        pool = found
         pool.write(layer, key, value)
     else:
         pool, layer = key

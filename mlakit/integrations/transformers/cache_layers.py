@@ -1,12 +1,13 @@
-"""The layers that a DynamicCache of transformers gets: views of one pool of latent rows.
+"""The layers that a DynamicCache of transformers gets: views of a pool of latent rows per device.
 
 transformers calls a cache method on every layer in turn. What concerns the whole batch is done by
-the first of them.
+the first layer of each pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -159,20 +160,23 @@ class IndexedLatentLayer(LatentLayer):
             self.indexer_keys = self.indexer_keys[:, : self.columns]
 
 
-def known_pool(cache: object, layer: int) -> LatentPool | None:
-    """The pool of a cache whose first MLA layer is `layer`; None if it has none."""
-    if not isinstance(cache, DynamicCache) or layer >= len(cache.layers):
-        return None
-    known = cache.layers[layer]
-    return known.pool if isinstance(known, LatentLayer) else None
+def known_pools(cache: object, layers: Sequence[int]) -> list[LatentPool]:
+    """The pools of a cache with these MLA layers, one per device; none if it was not begun."""
+    if not isinstance(cache, DynamicCache) or max(layers) >= len(cache.layers):
+        return []
+    known = [cache.layers[layer] for layer in layers]
+    return list(dict.fromkeys(each.pool for each in known if isinstance(each, LatentLayer)))
 
 
-def pool_of(
-    cache: object, layers: Sequence[int], format: Format | None, page_size: int
-) -> LatentPool:
-    """The pool of a cache. An empty DynamicCache gets one: the caller keeps the object.
+def pools_of(
+    cache: object,
+    layers: Mapping[int, torch.device],
+    format: Format | None,
+    page_size: int,
+) -> list[LatentPool]:
+    """The pools of a cache. An empty DynamicCache gets them: the caller keeps the object.
 
-    layers  the indices of the MLA layers in the cache
+    layers  the indices of the MLA layers in the cache, and where their rows lie
     """
     if not isinstance(cache, DynamicCache):
         got = type(cache).__name__
@@ -180,17 +184,21 @@ def pool_of(
             "mlakit: past_key_values must be a DynamicCache, or for a cache of fixed size the "
             f"StaticLatentCache of mlakit.integrations.transformers.static_cache, got {got}"
         )
-    known = known_pool(cache, layers[0])
-    if known is not None:
+    known = known_pools(cache, list(layers))
+    if known:
+        _check_devices(cache, layers)
         return known
     if cache.get_seq_length():
         raise ValueError("mlakit: past_key_values must be empty or begun by a patched model")
     if cache.offloading:
         raise ValueError("mlakit: past_key_values must not be offloaded")
-    pool = LatentPool(len(layers), format, page_size)
+    pools: dict[torch.device, LatentPool] = {}
+    for device, count in Counter(layers.values()).items():
+        pools[device] = LatentPool(count, format, page_size, device)
+    number = dict.fromkeys(pools, 0)
     while len(cache.layers) <= max(layers):
         cache.layers.append(DynamicLayer())
-    for index, layer in enumerate(layers):
+    for layer, device in layers.items():
         before = type(cache.layers[layer])
         if before not in (DynamicLayer, DynamicIndexedLayer):
             raise ValueError(
@@ -198,5 +206,16 @@ def pool_of(
                 f"got {before.__name__}"
             )
         kind = IndexedLatentLayer if before is DynamicIndexedLayer else LatentLayer
-        cache.layers[layer] = kind(pool, index)
-    return pool
+        cache.layers[layer] = kind(pools[device], number[device])
+        number[device] += 1
+    return list(pools.values())
+
+
+def _check_devices(cache: DynamicCache, layers: Mapping[int, torch.device]) -> None:
+    for layer, device in layers.items():
+        own: Any = cache.layers[layer]
+        if own.pool.device != device:
+            raise ValueError(
+                f"mlakit: past_key_values must have the rows of layer {layer} on {device}, where "
+                f"its weights are, got {own.pool.device}; begin a new cache"
+            )

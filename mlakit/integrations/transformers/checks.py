@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mlakit import UnsupportedError
 from mlakit.dispatch.checks import E4M3, FLOATS, refuse_tangent
 from mlakit.formats import FLOAT_FORMATS, known_format
-from mlakit.layer.linear import does_more_when_called
+from mlakit.layer.linear import does_more_when_called, is_offloaded
 from mlakit.steps.weights import BLOCK
 
 # of the attention function: "mlakit", or the name of a copy that was loaded from the Hub
@@ -77,11 +77,24 @@ def check_model(model: nn.Module, modules: Sequence[nn.Module], format: str | No
         raise UnsupportedError(
             f"patch: {type(model).__name__} has no MLA attention (a module with expand_kv)"
         )
-    devices = {kv_b_proj(module).matrix.device for module in modules}
+    offloaded = sum(is_offloaded(module.kv_b_proj) for module in modules)
+    if offloaded:
+        raise UnsupportedError(
+            f"patch: no layer may be offloaded, got {offloaded} of {len(modules)}; load the model "
+            "with a device_map without cpu and disk"
+        )
+    dtypes = [kv_b_proj(module).dtype for module in modules]  # refuses what it cannot multiply by
+    check_format("patch: format must be", format, dtypes[0])
+
+
+def check_one_device(must: str, modules: Sequence[nn.Module]) -> None:
+    """All layers are on one device.
+
+    must  the beginning of the error, such as "StaticLatentCache: model must have"
+    """
+    devices = sorted({str(device_of(module)) for module in modules})
     if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise UnsupportedError(f"patch: all layers must be on one device, got {names}")
-    check_format("patch: format must be", format, kv_b_proj(modules[0]).dtype)
+        raise UnsupportedError(f"{must} all layers on one device, got {', '.join(devices)}")
 
 
 def check_format(must: str, format: str | None, dtype: torch.dtype) -> None:
@@ -119,6 +132,12 @@ def check_implementation(found: str | None) -> None:
             f"mlakit: the attention implementation of a patched model must be {NAME!r}, got "
             f"{found!r}; call unpatch(model) before model.set_attn_implementation"
         )
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's weights, which is where its latents are cached."""
+    device: torch.device = module.kv_b_proj.weight.device  # type: ignore[union-attr,assignment]
+    return device
 
 
 class UpWeight(NamedTuple):

@@ -87,7 +87,9 @@ def generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
             f"mlakit: generate_batch needs transformers {RELEASE}x, got {__version__}"
         )
-    for module in checks.mla_modules(model):
+    modules = checks.mla_modules(model)
+    checks.check_one_device("mlakit: generate_batch needs", modules)
+    for module in modules:
         if pools_keys(module):
             raise UnsupportedError(
                 "mlakit: generate_batch does not take models whose indexers pool keys"

@@ -154,24 +154,23 @@ def loaded_device(name: str) -> str:
 
 def cache_bytes(cache: Any) -> int:
     """Bytes that the tensors of a cache have: rows or K and V, and index keys."""
-    pool = _pool(cache)
-    rows = 0 if pool is None else sum(map(_bytes, _pool_tensors(pool)))
-    return rows + sum(map(_bytes, _own_tensors(cache)))
+    rows = (each for pool in _pools(cache) for each in _pool_tensors(pool))
+    return sum(map(_bytes, [*rows, *_own_tensors(cache)]))
 
 
 def cache_use(cache: Any) -> CacheUse:
     """The memory of a cache after a run of one request."""
-    tokens, pool = int(cache.get_seq_length()), _pool(cache)
+    tokens = int(cache.get_seq_length())
     per_token = sum(map(_bytes, _own_tensors(cache))) / tokens
-    if pool is not None:
+    for pool in _pools(cache):
         per_token += sum(map(_bytes, _pool_tensors(pool))) / (
             pool.cache.num_pages * pool.cache.page_size
         )
     return CacheUse(tokens, cache_bytes(cache), per_token)
 
 
-def _pool(cache: Any) -> Any:
-    return next((layer.pool for layer in cache.layers if hasattr(layer, "pool")), None)
+def _pools(cache: Any) -> list[Any]:
+    return list(dict.fromkeys(layer.pool for layer in cache.layers if hasattr(layer, "pool")))
 
 
 def _pool_tensors(pool: Any) -> list[Tensor]:

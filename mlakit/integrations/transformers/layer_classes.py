@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
+from mlakit import UnsupportedError
 from mlakit.integrations.transformers import attention, checks, selected_columns
-from mlakit.integrations.transformers.cache_layers import LatentLayer, pool_of
+from mlakit.integrations.transformers.cache_layers import LatentLayer, pools_of
 from mlakit.integrations.transformers.pool import LatentPool
 from mlakit.integrations.transformers.static_cache import StaticLatentCache
 from mlakit.integrations.transformers.step_hooks import check_rows, register_attention
@@ -113,7 +114,7 @@ def latent_class(name: str, *, is_always: bool = False) -> type[nn.Module]:
             finally:
                 selected_columns.undo(self)
             if pool is not None and self.layer_idx == _layers(self)[-1]:
-                attention.uncached.pool = None
+                attention.uncached.pools = {}
                 pool.commit()
             return result
 
@@ -176,18 +177,19 @@ def _begin(module: Any, given: dict[str, Any]) -> LatentPool | None:
     )
     if mask is not None and mask.ndim == 4:  # that of a sparse model: 0 where a token is visible
         mask = mask[:, 0, -1] == 0
-    layers = _layers(module)
+    layers, device = _layers(module), checks.device_of(module)
     is_first = module.layer_idx == layers[0]
     if isinstance(cache, StaticLatentCache):
         if is_first and getattr(module.config, "index_topk", None) is None:
             checks.check_no_padding(mask, cache.get_max_length())
         return None
     if cache is None:
-        pool = attention.uncached.pool
-        if is_first or pool is None:
-            pool = attention.uncached.pool = LatentPool(1, None, PAGE_SIZE)
+        pools = attention.uncached.pools
+        if is_first or not pools:
+            pools = attention.uncached.pools = {device: LatentPool(1, None, PAGE_SIZE, device)}
+        pool = next(iter(pools.values()))
     elif is_first:
-        pool = pool_of(cache, layers, None, PAGE_SIZE)
+        (pool,) = pools_of(cache, dict.fromkeys(layers, device), None, PAGE_SIZE)
         check_rows(module, None, None if pool.cache is None else pool.cache.format)
     else:
         known: LatentLayer = cache.layers[module.layer_idx]
@@ -195,5 +197,10 @@ def _begin(module: Any, given: dict[str, Any]) -> LatentPool | None:
     if is_first:
         if mask is not None and selected_columns.pools_keys(module):  # that of the new columns
             mask = pool.whole_mask(mask)
-        pool.begin_step(x.shape[0], x.shape[1], mask, x.device)
+        pool.begin_step(x.shape[0], x.shape[1], mask)
+    if pool.device != device:  # the first layer does not know where the others are
+        raise UnsupportedError(
+            'mlakit: a model of attn_implementation="mlakit" must have all layers on one device, '
+            f"got {pool.device} and {device}; `patch` takes several"
+        )
     return pool

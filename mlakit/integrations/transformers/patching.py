@@ -47,9 +47,9 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> P
     page_size  tokens of a page
 
     generate() and forward() then work as before. The cache is an ordinary DynamicCache, also one
-    that the caller made; its layers share one pool. Padding may be anywhere in a prompt and is not
-    stored. Raises UnsupportedError for a model that it cannot run; docs/transformers.md has the
-    list. A `with` block around the call undoes the patch at its end.
+    that the caller made; its layers on a device share a pool. Padding may be anywhere in a prompt
+    and is not stored. Raises UnsupportedError for a model that it cannot run; docs/transformers.md
+    has the list. A `with` block around the call undoes the patch at its end.
     """
     _check_transformers("patch")
     page_size = Dims("patch").integer("page_size", page_size, 1)

@@ -1,4 +1,4 @@
-"""The rows of all MLA layers of a batch: one paged cache, one allocator, one step at a time.
+"""The rows of the MLA layers on a device: one paged cache, one allocator, one step at a time.
 
 transformers pads a batch to the same number of columns and masks the padding. Here padding is
 never stored: a sequence has the tokens that the mask shows, in order.
@@ -83,9 +83,11 @@ class LatentPool:
     copies cost less than the reads of the cache in every step, and little memory is unused.
     """
 
-    def __init__(self, num_layers: int, format: Format | None, page_size: int) -> None:
+    def __init__(
+        self, num_layers: int, format: Format | None, page_size: int, device: torch.device
+    ) -> None:
         """Make an empty pool; `format` None stands for the dtype of the latents."""
-        self.num_layers, self.format = num_layers, format
+        self.num_layers, self.format, self.device = num_layers, format, device
         self.allocator = PageAllocator(1, page_size)
         self.cache: PagedLatentCache | None = None
         self.sequences: list[PagedSequence] = []
@@ -101,9 +103,7 @@ class LatentPool:
         assert self._step is not None
         return self._step
 
-    def begin_step(
-        self, batch: int, length: int, mask: Tensor | None, device: torch.device
-    ) -> None:
+    def begin_step(self, batch: int, length: int, mask: Tensor | None) -> None:
         """Reserve rows for the tokens of the last `length` columns that `mask` shows.
 
         mask  [batch, columns] of all tokens so far; None: no padding
@@ -113,13 +113,13 @@ class LatentPool:
         if batch != size:
             raise ValueError(f"mlakit: the cache has {size} sequences, got a batch of {batch}")
         columns = self.columns + length
-        visible, counts = self._new_tokens(batch, columns, mask, device)
+        visible, counts = self._new_tokens(batch, columns, mask)
         if not self.sequences:
             self.sequences = [self.allocator.reserve(0) for _ in range(batch)]
         before = [sequence.length for sequence in self.sequences]
         step = self._uncommitted = Uncommitted(before, columns, visible)
         self._append(counts)
-        self._step = self._make_step(step, counts, length, device)
+        self._step = self._make_step(step, counts, length)
         self._plan = None
 
     def whole_mask(self, new: Tensor) -> Tensor:
@@ -147,20 +147,20 @@ class LatentPool:
             self.reset()
 
     def _new_tokens(
-        self, batch: int, columns: int, mask: Tensor | None, device: torch.device
+        self, batch: int, columns: int, mask: Tensor | None
     ) -> tuple[Tensor | None, list[int]]:
         """Return (the columns that are no padding, the new tokens of each sequence)."""
         length = columns - self.columns
         if mask is None and self._visible is None:
             return None, [length] * batch
         if mask is None:
-            mask = torch.ones(batch, columns, dtype=torch.bool, device=device)
+            mask = torch.ones(batch, columns, dtype=torch.bool, device=self.device)
         if mask.shape != (batch, columns):
             expected = f"[{batch}, {columns}], the cached tokens and the new ones"
             raise ValueError(
                 f"mlakit: attention_mask must have shape {expected}, got {list(mask.shape)}"
             )
-        visible = mask.to(device).bool()
+        visible = mask.to(self.device).bool()
         known = True if self._visible is None else self._visible
         changed = (visible[:, : self.columns] != known).sum(1)
         # one transfer to the host
@@ -189,9 +189,8 @@ class LatentPool:
         if copies and self.cache is not None:
             self.cache.copy_pages(copies)
 
-    def _make_step(
-        self, new: Uncommitted, counts: list[int], length: int, device: torch.device
-    ) -> Step:
+    def _make_step(self, new: Uncommitted, counts: list[int], length: int) -> Step:
+        device = self.device
         batch, tokens, before = len(counts), sum(counts), new.lengths
         page_table = self.allocator.page_table(self.sequences, device=device)
         q_starts = from_host([0, *accumulate(counts)], torch.int32, device)

@@ -190,6 +190,7 @@ class StaticLatentCache(Cache):
         pages = -(-dims.integer("max_length", max_length, 1) // page_size)
         modules = checks.mla_modules(model)
         checks.check_model(model, modules, format)
+        checks.check_one_device("StaticLatentCache: the model must have", modules)
         _check_layers(model, modules)
         weight = checks.kv_b_proj(modules[0])
         geometry = MLAGeometry.from_config(modules[0].config)

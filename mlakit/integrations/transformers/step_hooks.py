@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from mlakit.formats import Format
 from mlakit.integrations.transformers import attention, checks, continuous
-from mlakit.integrations.transformers.cache_layers import known_pool, pool_of
+from mlakit.integrations.transformers.cache_layers import known_pools, pools_of
 from mlakit.integrations.transformers.pool import LatentPool
 from mlakit.integrations.transformers.static_cache import StaticLatentCache
 
@@ -67,14 +67,17 @@ class StepHooks:
         use_cache = given.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = given["past_key_values"] = DynamicCache(config=config)
+        devices = [checks.device_of(module) for module in self.modules]
         if cache is None:
-            pool = attention.uncached.pool = LatentPool(1, None, self.page_size)
+            pools = [LatentPool(1, None, self.page_size, each) for each in dict.fromkeys(devices)]
+            attention.uncached.pools = {pool.device: pool for pool in pools}
         else:
-            pool = pool_of(cache, self.layers, self.format, self.page_size)
-            check_rows(
-                self.modules[0], self.format, None if pool.cache is None else pool.cache.format
-            )
-        pool.begin_step(x.shape[0], x.shape[1], mask, x.device)
+            layers = dict(zip(self.layers, devices, strict=True))
+            pools = pools_of(cache, layers, self.format, self.page_size)
+            stored = pools[0].cache
+            check_rows(self.modules[0], self.format, None if stored is None else stored.format)
+        for pool in pools:
+            pool.begin_step(x.shape[0], x.shape[1], mask)
         return (), given
 
     def end(
@@ -84,14 +87,12 @@ class StepHooks:
 
         Torch does not call a hook after a KeyboardInterrupt. The pool drops that step later.
         """
-        attention.uncached.pool = None
-        pool = known_pool(self._given(args, kwargs).get("past_key_values"), self.layers[0])
-        if pool is None:
-            return
-        if output is None:
-            pool.roll_back()
-        else:
-            pool.commit()
+        attention.uncached.pools = {}
+        for pool in known_pools(self._given(args, kwargs).get("past_key_values"), self.layers):
+            if output is None:
+                pool.roll_back()
+            else:
+                pool.commit()
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self.names, args, strict=False)) | kwargs
