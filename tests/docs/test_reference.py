@@ -82,17 +82,9 @@ def test_a_changed_signature_makes_a_page_stale():
     assert reference.filled(written.replace("sink=None", "sink=0")) == written
 
 
-# no page uses these yet; `examples/` and the tests do
-WITHOUT_EXAMPLE = {
-    "LightningIndexer", "Mask", "RopeParameters", "UnsupportedError", "__version__",
-    "compress_rows", "context_parallel_sparse_step", "decode_branch", "merge_over_ranks",
-    "prefill_branch", "stats", "warmup",
-}  # fmt: skip
-
-
 def test_public_names_have_an_example_that_is_run():
     names = set(importlib.import_module("mlakit").__all__)
-    assert names - set(reference.examples()) <= WITHOUT_EXAMPLE
+    assert names - set(reference.examples()) == set()
 
 
 def test_every_argument_of_an_op_is_described_with_shape_and_dtype():
