@@ -169,7 +169,7 @@ SCENARIOS = {
     "tokens-chunks-prefixes-preemption": Scenario(("v3-h16",), DENSE, [LATE, LATE], CHUNKS),
     "tokens-sparse-drafts": Scenario(("v3.2-h128",), SPARSE, [LATE], DRAFTS),
     "tokens-experts": Scenario(("v3-h16-experts",), DENSE),
-    # cuBLAS's kernels in the place of those that DeepGEMM compiles for every shape
+    # CUTLASS's kernels in the place of those that DeepGEMM compiles for every shape
     "tokens-fp8-weights": Scenario(
         ("v3-h16-fp8-weights",), DENSE, environment={"VLLM_USE_DEEP_GEMM": "0"}
     ),

@@ -34,6 +34,7 @@ class Indexer(SparseAttnIndexer):
             super().__init__(*arguments, **named)
         self.runs_here = is_selected and why_not(self) is None
         self.config = config
+        seams.schedule_deep_gemm(is_needed=not self.runs_here)
         if self.runs_here:
             INDEXERS[self.k_cache.prefix] = self
             seams.replace_fused_call(selecting_or)

@@ -201,6 +201,7 @@ SEAMS = {
         names="MLAPrefillBackendEnum",
         since=(0, 32),
     ),
+    "schedules_deep_gemm": Seam(_INDEX_METADATA, names="has_deep_gemm"),
     "sparse_attn_indexer": Seam(
         _INDEXER,
         {"": ("k_cache_prefix", "q_quant", "weights", "topk_indices_buffer")},
@@ -269,6 +270,19 @@ def deep_gemm_optional() -> Iterator[None]:
         yield
     finally:
         module.has_deep_gemm = before
+
+
+def schedule_deep_gemm(is_needed: bool) -> None:
+    """Let vLLM make DeepGEMM's schedule of every step, or not: only vLLM's own indexer reads it."""
+    module: Any = importlib.import_module(_INDEX_METADATA)
+    found = module.has_deep_gemm
+    own = getattr(found, "own", found)
+
+    def no_deep_gemm() -> bool:
+        return False
+
+    no_deep_gemm.own = own  # type: ignore[attr-defined]
+    module.has_deep_gemm = own if is_needed else no_deep_gemm
 
 
 def replace_fused_call(make: Callable[[Any], Any]) -> None:

@@ -314,6 +314,15 @@ def test_fp4_keys_are_left_to_vllm(monkeypatch):
     assert not indexer_of(monkeypatch, "MLAKIT_SPARSE", use_fp4_cache=True).runs_here
 
 
+def test_only_vllms_indexer_needs_the_schedule_of_deep_gemm(monkeypatch):
+    from vllm.v1.attention.backends.mla import indexer as metadata
+
+    monkeypatch.setattr(metadata, "has_deep_gemm", lambda: True)
+    for is_fp4, is_needed in ((False, False), (False, False), (True, True), (False, False)):
+        indexer_of(monkeypatch, "MLAKIT_SPARSE", use_fp4_cache=is_fp4)
+        assert metadata.has_deep_gemm() == is_needed
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_the_indexer_runs_without_deep_gemm(is_fused, monkeypatch):
     from mlakit.integrations.vllm import indexer as ours
