@@ -205,10 +205,13 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
             got = "none" if row is None else f"{row.width}/{row.v_width}"
             return f"needs rows of {needed}, got {got}"
         if kernel != "m64_bf16":
-            columns = SPARSE_D_V - D_R if _traits(problem).HAS_E8M0_SCALES else D_C
-            if (row.kv_lora_rank, row.qk_rope_head_dim) != (columns, D_R):
+            taken = [(D_C, D_R), (D_C, 0)]
+            if _traits(problem).HAS_E8M0_SCALES:
+                taken = [(SPARSE_D_V - D_R, D_R)]
+            if (row.kv_lora_rank, row.qk_rope_head_dim) not in taken:
+                needed = " or ".join(f"{columns} + {rope}" for columns, rope in taken)
                 got = f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
-                return f"needs {columns} + {D_R} columns in rows of {problem.format}, got {got}"
+                return f"needs {needed} columns in rows of {problem.format}, got {got}"
         uses = [use for use in problem.uses if use != Use.Q_ROPE]
         if Use.Q_ROPE in problem.uses and row.kv_lora_rank != SPARSE_D_V:
             return f"needs {SPARSE_D_V} latent columns with q_rope, got {row.kv_lora_rank}"

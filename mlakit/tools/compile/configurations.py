@@ -34,6 +34,7 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 AMD_ARCHITECTURES = tuple(AMD)
 COMPILED_SPLIT = ("bf16_split", "fp8_split")  # fp16 and fp32 rows load and store alike
 V3_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+GLM5_NEXT_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 0}
 V4_ROW = {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512}
 
 
@@ -338,6 +339,13 @@ HOPPER: dict[str, Case] = {
     "hopper-sparse-fp8_block64": _sparse(
         "fp8_block64", 64, extra_format="fp8_block64", extra_page_size=2, extra_topk=64
     ),
+    "hopper-sparse-no-rope-fp8_block128": _sparse("fp8_block128", 64, **GLM5_NEXT_ROW),
+    "hopper-sparse-no-rope-fp8_token": _sparse("fp8_token", 64, **GLM5_NEXT_ROW),
+    "hopper-sparse-no-rope-fp8": _sparse("fp8", 64, **GLM5_NEXT_ROW),
+    "hopper-sparse-no-rope-h8-fp8_block128": _sparse(
+        "fp8_block128", 8, topk=512, **{**GLM5_NEXT_ROW, **SECOND_CACHE}
+    ),
+    "hopper-sparse-no-rope-h32-fp8_token": _sparse("fp8_token", 32, **GLM5_NEXT_ROW),
     "hopper-sparse-fp8_token": _sparse("fp8_token", 64),
     "hopper-sparse-fp8-fp16-q": _sparse("fp8", 64, dtype="fp16", tensor_scale_on_device=True),
     "hopper-prefill-192-128": _prefill(128, 64, 128),

@@ -57,9 +57,16 @@ SPILL_BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     },
     # fp8_block64: in the loop of the dequant warpgroup five stores and 22 loads. Others: thread
     # indices and the strides of a second cache.
-    "sparse_mla_m64_fp8_kv_kernel": {"*-fp8_block64": (75, 108), "*-fp8_block128*": (9, 26)},
+    "sparse_mla_m64_fp8_kv_kernel": {
+        "*-fp8_block64": (75, 108),
+        "*-no-rope-fp8_block128": (11, 31),
+        "*-fp8_block128*": (9, 26),
+    },
     # thread indices and the strides of a second cache
-    "sparse_mla_small_m_fp8_kv_kernel": {"*-h32-fp8_block128-extra": (36, 75)},
+    "sparse_mla_small_m_fp8_kv_kernel": {
+        "*-h32-fp8_block128-extra": (36, 75),
+        "*-no-rope-h32-fp8_token": (2, 3),
+    },
     # addresses, once per row: outside the loops of the search
     "_select_kernel": {
         "topk-4096": (5, 9),

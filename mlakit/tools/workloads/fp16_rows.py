@@ -16,6 +16,7 @@ from mlakit.formats import known_format, row_codec
 from mlakit.model.geometry import RowShape
 
 ROW = RowShape(512, 64)
+TRAITS = row_codec("fp8_block128", ROW).traits
 KERNEL = "hopper:m64_fp8_kv"
 HOPPER_ARCH = 90
 MAX_EXACT_HEADS = 32  # up to these `small_m_fp8_kv` multiplies scores and probabilities instead
@@ -36,8 +37,8 @@ def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) 
 
 
 def block_scales(payload: Tensor) -> Tensor:
-    """The scales inside of rows [..., bytes] of `ROW`, float64 [..., groups]."""
-    scales = payload[..., ROW.kv_lora_rank : -2 * ROW.qk_rope_head_dim].contiguous()
+    """The scales inside of rows [..., bytes], with rope columns or without, float64 [..., groups]."""
+    scales = payload[..., ROW.kv_lora_rank : TRAITS.ROPE_AT].contiguous()
     return scales.view(torch.float32).double()
 
 

@@ -62,6 +62,26 @@ def test_heads(heads, kernel, format):
     run(kernel, format, heads=heads, num_tokens=3, topk=150, sink="finite")
 
 
+NO_ROPE = {"kv_lora_rank": 512, "qk_rope_head_dim": 0, "v_width": 0}
+NO_ROPE_KERNELS = {
+    name: each for name, each in KERNELS_AND_FORMATS.items() if each[1] != "fp8_block64"
+}
+
+
+@pytest.mark.gpu
+@pairwise(
+    kernel=NO_ROPE_KERNELS,
+    heads=[1, 20, 64, 65],
+    page_size=[1, 61, 64],
+    with_extra={"one cache": False, "two caches": True},
+)
+def test_rows_without_rope_columns(kernel, heads, page_size, with_extra):
+    """GLM-5.3-Flash has 528 bytes in rows of fp8_block128."""
+    extra = {"extra_format": kernel[1], "extra_topk": 70} if with_extra else {}
+    pages = {"page_size": page_size, "num_pages": max(300 // page_size, 3)}
+    run(*kernel, **NO_ROPE, heads=heads, num_tokens=3, topk=150, sink="mixed", **pages, **extra)
+
+
 @pytest.mark.gpu
 @pairwise(
     topk=[1, 63, 64, 65, 128, 129, 1000, 2048],
@@ -500,6 +520,12 @@ def test_kernel_by_heads_and_tokens(heads, tokens, small_m_formats, format):
     assert selection.select("sparse_mla", given).name == want
 
 
+@pytest.mark.parametrize("format", ["fp8_block128", "fp8_token", "fp8"])
+def test_kernel_of_rows_without_rope_columns(format):
+    given = problem(format, row=RowShape(512, 0))
+    assert selection.select("sparse_mla", given).name == KERNEL
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -517,7 +543,7 @@ def test_kernel_by_heads_and_tokens(heads, tokens, small_m_formats, format):
         ),
         (
             problem("fp8", row=RowShape(448, 64, 512)),
-            "needs 512 + 64 columns in rows of fp8, got 448 + 64",
+            "needs 512 + 64 or 512 + 0 columns in rows of fp8, got 448 + 64",
         ),
     ],
     ids=["fp16-q", "e4m3-q", "block64-576", "fp8-512"],

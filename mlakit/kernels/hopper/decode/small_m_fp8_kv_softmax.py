@@ -168,12 +168,13 @@ def scale_queries(query, score_scale, FORMAT: gl.constexpr):
     amax = row_amax(query.latent.index(0))
     for d in gl.static_range(1, D_TILES):
         amax = gl.maximum(amax, row_amax(query.latent.index(d)))
-    if not FORMAT.IS_BF16_ROPE:
+    HAS_E4M3_ROPE: gl.constexpr = query.rope is not None and not FORMAT.IS_BF16_ROPE
+    if HAS_E4M3_ROPE:
         amax = gl.maximum(amax, row_amax(query.rope.index(0)))
     scale, factor = pow2_scale(amax)
     for d in gl.static_range(D_TILES):
         permute_query(query.latent.index(d), as_fp16(query.latent).index(d), factor)
-    if not FORMAT.IS_BF16_ROPE:
+    if HAS_E4M3_ROPE:
         permute_query(query.rope.index(0), as_fp16(query.rope).index(0), factor)
     score_scale.store(scale * (1.0 / FP16_TARGET))
     fence_async_shared()
@@ -229,14 +230,18 @@ def qk_block(
     SCALES_ROPE  that rotated queries have it too
     """
     latent, rope = pipelines.latent, pipelines.rope
-    HEADS: gl.constexpr = query.rope.shape[1]
+    HEADS: gl.constexpr = query.latent.shape[1]
+    HAS_ROPE: gl.constexpr = query.rope is not None
+    HAS_E4M3_ROPE: gl.constexpr = HAS_ROPE and not FORMAT.IS_BF16_ROPE
     zero = opaque_zero()
     zeros = gl.zeros([64, HEADS], gl.float32, LAYOUT)
-    rope_keys = rope.tiles.index(rope_stage)
+    if HAS_ROPE:
+        rope_keys = rope.tiles.index(rope_stage)
     scores, pending = zeros, zeros
-    if FORMAT.SCALED_BY != "row":  # that scale comes last
+    # the scale of a row comes last
+    if FORMAT.SCALED_BY == "group" or HAS_E4M3_ROPE:
         wait_block(inputs, rope.full.index(rope_stage), rope_phase)
-    if not FORMAT.IS_BF16_ROPE:
+    if HAS_E4M3_ROPE:
         keys = load_keys(rope_keys, LAYOUT)
         q = as_fp16(query.rope).index(zero).permute((1, 0))
         pending = warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
@@ -247,13 +252,13 @@ def qk_block(
         tile = latent.tiles.index(stage * latent.TILES_PER_STAGE + d % latent.TILES_PER_STAGE)
         next_keys = load_keys(tile, LAYOUT)
         # the wgmma before has had the time of a conversion
-        if not FORMAT.IS_BF16_ROPE or d > 0:
+        if HAS_E4M3_ROPE or d > 0:
             pending, keys = warpgroup_mma_wait(0, deps=(pending, keys))
         if FORMAT.SCALED_BY == "group" and d > 0:
             scores += pending * load_row_scales(pipelines, rope_stage, d - 1, LAYOUT)
         keys = next_keys
         q = as_fp16(query.latent).index(zero + d).permute((1, 0))
-        if not FORMAT.IS_BF16_ROPE or (FORMAT.SCALED_BY == "row" and d > 0):
+        if HAS_E4M3_ROPE or (FORMAT.SCALED_BY != "group" and d > 0):
             pending = warpgroup_mma(keys, q, pending, is_async=True)
         else:
             pending = warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
@@ -268,10 +273,10 @@ def qk_block(
     scores = pending
     if not SCALES_ROPE:
         scores = _apply_q_scale(scores, score_scale)
-    if FORMAT.IS_BF16_ROPE:
+    if FORMAT.SCALED_BY == "row":
+        wait_block(inputs, rope.full.index(rope_stage), rope_phase)
+    if HAS_ROPE and FORMAT.IS_BF16_ROPE:
         # last: it accumulates into scores, which costs no further registers
-        if FORMAT.SCALED_BY == "row":
-            wait_block(inputs, rope.full.index(rope_stage), rope_phase)
         q = query.rope.index(zero).permute((1, 0))
         scores = warpgroup_mma(rope_keys, q, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))

@@ -69,8 +69,10 @@ class M64Fp8KvConfig(NamedTuple):
     MAX_REGISTERS: int
 
 
-def m64_fp8_kv_config() -> M64Fp8KvConfig:
-    return M64Fp8KvConfig(PV_REGISTERS=160, DEQUANT_REGISTERS=136, MAX_REGISTERS=168)
+def m64_fp8_kv_config(has_rope: bool) -> M64Fp8KvConfig:
+    # without rope columns to convert; with 136 the QK-softmax warpgroup spills 14 registers
+    dequant = 136 if has_rope else 120
+    return M64Fp8KvConfig(PV_REGISTERS=160, DEQUANT_REGISTERS=dequant, MAX_REGISTERS=168)
 
 
 class SmallMFp8KvConfig(NamedTuple):
@@ -88,11 +90,10 @@ def head_tile(kernel: str, heads: int) -> int:
     return small_m_tiles(heads, 1).rows if kernel == "small_m_fp8_kv" else HEAD_TILE
 
 
-def small_m_fp8_kv_config(format: FormatTraits, heads: int) -> SmallMFp8KvConfig:
+def small_m_fp8_kv_config(format: FormatTraits, heads: int, has_rope: bool) -> SmallMFp8KvConfig:
     tile = head_tile("small_m_fp8_kv", heads)
-    stages = decode_config(
-        tile, format, rope_bytes=BLOCK * D_R * 2, copied_bytes=0, is_gathered=True
-    )
+    rope_bytes = BLOCK * D_R * 2 if has_rope else 0
+    stages = decode_config(tile, format, rope_bytes=rope_bytes, copied_bytes=0, is_gathered=True)
     softmax, gather = (128, 48) if tile == SMALL_M_HEADS else (152, 56)
     return SmallMFp8KvConfig(
         HEADS=tile,

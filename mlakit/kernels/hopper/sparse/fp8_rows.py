@@ -141,12 +141,11 @@ def load_scale_table(work, position, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_rows(work, blocks, block, ids, FORMAT: gl.constexpr):
+def prefetch_rows(work, blocks, block, ids, ROW_BYTES: gl.constexpr):
     """Prefetch a block's rows, which hold their scales, to L2.
 
     ids  in `PREFETCHED`: a lane prefetches half a row, three lines of 128 bytes
     """
-    ROW_BYTES: gl.constexpr = FORMAT.ROPE_AT + 128
     slot = valid_slots(work, blocks, block, ids)
     start = row_pointers(work, blocks, block, slot, 4)
     gl.inline_asm_elementwise(
@@ -180,10 +179,12 @@ def load_left(start, is_valid):
 
 
 @gluon.jit
-def load_rope(start, is_valid, FORMAT: gl.constexpr):
+def load_rope(stages, start, is_valid, FORMAT: gl.constexpr):
     """Load the rotated columns that are converted with the left half."""
     WORD: gl.constexpr = FORMAT.ROPE_AT // 4
-    if not FORMAT.IS_BF16_ROPE:
+    if stages.rope is None:
+        return ()
+    elif not FORMAT.IS_BF16_ROPE:
         return (load_words(start, is_valid, WORD, HALF_WORDS),)
     elif FORMAT.SCALES_AT >= 0:
         return (load_words(start, is_valid, WORD, WORDS),)
@@ -329,12 +330,12 @@ def store_right(stages, stage, right, factors, inverse, FORMAT: gl.constexpr):
 @gluon.jit
 def convert_rope(rope, inverse, FORMAT: gl.constexpr):
     """Rotated columns as the tile of a stage has them, in a tuple, which may be empty."""
-    if not FORMAT.IS_BF16_ROPE:
-        return (convert(rope[0], ()),)
-    elif FORMAT.SCALES_AT >= 0:
-        return (scale_rope(rope[0], inverse),)
-    else:
+    if len(rope) == 0:
         return rope
+    elif not FORMAT.IS_BF16_ROPE:
+        return (convert(rope[0], ()),)
+    else:
+        return (scale_rope(rope[0], inverse),)
 
 
 @gluon.jit
@@ -342,7 +343,7 @@ def store_rope(stages, stage, start, is_valid, rope, FORMAT: gl.constexpr):
     """Store the rotated columns of a block, or start to copy them."""
     if len(rope) == 1:
         as_words(stages.rope.index(stage)).store(rope[0])
-    if FORMAT.SCALED_BY == "row":
+    if stages.rope_full is not None:
         at = gl.expand_dims(start, 1)
         at += gl.expand_dims(FORMAT.ROPE_AT // 4 + gl.arange(0, 32, gl.SliceLayout(0, WORDS)), 0)
         copy_words(as_words(stages.rope.index(stage)), at, mask=gl.expand_dims(is_valid, 1))

@@ -125,7 +125,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         strides = [each.stride()[1:3] for each in scratch]
     function, pick_config = KERNELS[kernel]
     config = pick_config(*_config_arguments(kernel, a, heads))
-    q_tiles, rope_tiles = _query_tiles(a.q, a.q_rope, tile)
+    q_tiles, rope_tiles = _query_tiles(a.q, a.q_rope if _has_rope(a) else None, tile)
     launch(
         function,
         (min(num_sms, head_tiles * num_splits),),
@@ -152,7 +152,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         ),
         scales=_scale_arguments(kernel, a),
         TRAITS=Traits(
-            HAS_ROPE=a.q_rope is not None or a.q.shape[-1] > D_V,
+            HAS_ROPE=_has_rope(a),
             HAS_EXTRA=a.extra is not None,
             PAGE=_page(a.layer),
             EXTRA_PAGE=_page(extra_layer),
@@ -172,7 +172,13 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
 def _config_arguments(kernel: str, a: SparseArguments, heads: int) -> tuple[object, ...]:
     if kernel == "m64_bf16":
         return (a.extra is not None,)
-    return (a.layer.codec.traits, heads) if kernel == "small_m_fp8_kv" else ()
+    has_rope = a.layer.codec.row.qk_rope_head_dim > 0
+    return (a.layer.codec.traits, heads, has_rope) if kernel == "small_m_fp8_kv" else (has_rope,)
+
+
+def _has_rope(a: SparseArguments) -> bool:
+    """Whether rows have columns past those that are values; if not, q_rope has no columns."""
+    return a.layer.codec.row.width > D_V
 
 
 def _list_arguments(layer: CacheLayer, rows: Tensor) -> ListArguments:

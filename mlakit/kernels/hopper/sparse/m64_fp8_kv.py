@@ -1,6 +1,6 @@
 """Absorbed MLA attention over listed FP8 cache rows with 16-bit queries, 64 heads per CTA.
 
-Formats    fp8_block128, fp8_token, fp8: 512 latent and 64 rotated columns
+Formats    fp8_block128, fp8_token, fp8: 512 latent columns, with or without 64 rotated ones
            fp8_block64: 448 latent and 64 rotated columns, all of them values
 Queries    bf16; fp16 where no columns of keys are bf16 (fp8), or all are values (fp8_block64)
 Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @ c
@@ -275,6 +275,7 @@ def _pv_warpgroup(
     dequant warpgroup, which has most to do with them.
     """
     PREFETCHES: gl.constexpr = FORMAT.SCALES_AT >= 0
+    ROW_BYTES: gl.constexpr = FORMAT.ROPE_AT + (0 if stages.rope is None else 128)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     tile = gl.program_id(0)
     blocks_done = tile * 0
@@ -287,7 +288,7 @@ def _pv_warpgroup(
             ahead = blocks.first + AHEAD
             for block in range(blocks.first + 1, ahead):
                 prefetch_rows(
-                    work, blocks, block, load_ids(work, blocks, block, PREFETCHED), FORMAT
+                    work, blocks, block, load_ids(work, blocks, block, PREFETCHED), ROW_BYTES
                 )
             ids = load_ids(work, blocks, ahead, PREFETCHED)
         for block in range(read_count(block_counts, tiles_done)):
@@ -299,7 +300,7 @@ def _pv_warpgroup(
             values = stages.right.index(stage)
             pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
             if PREFETCHES:
-                prefetch_rows(work, blocks, ahead + block, ids, FORMAT)
+                prefetch_rows(work, blocks, ahead + block, ids, ROW_BYTES)
                 ids = load_ids(work, blocks, ahead + block + 1, PREFETCHED)
             acc = warpgroup_mma_wait(0, deps=(pending,))
             mbarrier.arrive(prob_stage.empty, count=1)
@@ -348,7 +349,7 @@ def sparse_mla_m64_fp8_kv_kernel(
     row_scales = (RowScales(*scales.main),)
     if TRAITS.HAS_EXTRA:
         row_scales += (RowScales(*scales.extra),)
-    stages = alloc_stages(FORMAT)
+    stages = alloc_stages(FORMAT, TRAITS.HAS_ROPE)
     query = alloc_query(stages.rope)
     prob_stage = alloc_prob_stage()
     block_counts = alloc_block_counts(4)

@@ -64,7 +64,7 @@ class BlockStages:
 
     left: object  # [2, 64, 256] float16
     right: object
-    rope: object  # [2, 64, 64] bfloat16, or float16 (fp8); None where the values have them
+    rope: object  # [2, 64, 64] bfloat16, or float16 (fp8); None where there are none past values
     bias: object  # [2, 64] float32: 0, or −inf for an invalid entry; None: key_factor
     key_factor: object  # [2, 64] float32: of scores and values of an entry, negative if invalid;
     # None: it is block_scale
@@ -100,15 +100,14 @@ def _alloc_vectors():
 
 
 @gluon.jit
-def alloc_stages(FORMAT: gl.constexpr):
+def alloc_stages(FORMAT: gl.constexpr, HAS_ROPE: gl.constexpr):
     rope: gl.constexpr = None
     rope_full: gl.constexpr = None
-    if not FORMAT.IS_BF16_ROPE:
-        rope = gl.allocate_shared_memory(gl.float16, [2, 64, 64], SMEM_16BIT)
-    elif not FORMAT.HAS_E8M0_SCALES:
-        rope = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SMEM_16BIT)
-    if FORMAT.SCALED_BY == "row":
-        rope_full = alloc_barriers(2, 128)
+    if HAS_ROPE:
+        ROPE_TYPE: gl.constexpr = gl.bfloat16 if FORMAT.IS_BF16_ROPE else gl.float16
+        rope = gl.allocate_shared_memory(ROPE_TYPE, [2, 64, 64], SMEM_16BIT)
+        if FORMAT.SCALED_BY == "row":
+            rope_full = alloc_barriers(2, 128)
     bias: gl.constexpr = None
     factor: gl.constexpr = None
     if FORMAT.HAS_E8M0_SCALES:
@@ -192,7 +191,7 @@ def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constex
         start, is_valid, position = _locate_rows(work, blocks, block, ids, scale_ids)
         scales = load_scales(work, row_scales, position, FORMAT)
         left = load_left(start, is_valid)
-        rope = load_rope(start, is_valid, FORMAT)
+        rope = load_rope(stages, start, is_valid, FORMAT)
         right = load_right(start, is_valid, FORMAT)
         ids = load_ids(work, blocks, block + 1, KEYS)
         scale_ids = _load_scale_ids(work, blocks, block + 1, FORMAT)
@@ -226,7 +225,7 @@ def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constex
                 store_left(stages, stage, convert_left(left, factors))
                 named_arrive(LEFT_FULL + stage, 256)
             left = load_left(start, is_valid)
-            rope = load_rope(start, is_valid, FORMAT)
+            rope = load_rope(stages, start, is_valid, FORMAT)
             ids = load_ids(work, blocks, block + 2, KEYS)
             scale_ids = _load_scale_ids(work, blocks, block + 2, FORMAT)
             fill += 1

@@ -1,6 +1,6 @@
 """Absorbed MLA attention over listed FP8 cache rows, few heads per CTA.
 
-Formats    fp8_block128, fp8_token: 512 latent and 64 rotated columns
+Formats    fp8_block128, fp8_token: 512 latent columns, with or without 64 rotated ones
 Queries    bf16
 Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @ c
            over the rows that a token's list names
@@ -146,16 +146,27 @@ def _locate_tile(work, tokens, tile, HEADS: gl.constexpr):
 @gluon.jit
 def _load_query(q, work, tokens, tile, query):
     """Start to load the queries of a work tile; zeros past the last head."""
-    HEADS: gl.constexpr = query.rope.shape[1]
+    HEADS: gl.constexpr = query.latent.shape[1]
     at, _ = _locate_tile(work, tokens, tile, HEADS)
-    mbarrier.expect(query.full, HEADS * (D_TILES * D_TILE + 64) * 2)
-    rope = reinterpret(query.rope.index(0), q.rope.dtype, q.rope.block_shape, q.rope.layout)
-    tma_load(q.rope, [at.token, at.first_head, 0], query.full, rope)
+    ROPE: gl.constexpr = 0 if query.rope is None else 64
+    mbarrier.expect(query.full, HEADS * (D_TILES * D_TILE + ROPE) * 2)
+    if query.rope is not None:
+        rope = reinterpret(query.rope.index(0), q.rope.dtype, q.rope.block_shape, q.rope.layout)
+        tma_load(q.rope, [at.token, at.first_head, 0], query.full, rope)
     for d in gl.static_range(D_TILES):
         latent = reinterpret(
             query.latent.index(d), q.values.dtype, q.values.block_shape, q.values.layout
         )
         tma_load(q.values, [at.token, at.first_head, d * D_TILE], query.full, latent)
+
+
+@gluon.jit
+def _alloc_rope(STAGES: gl.constexpr, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr):
+    """Allocate rotated columns; None where there are none."""
+    if HAS_ROPE:
+        return gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], SMEM_16BIT)
+    else:
+        return None
 
 
 @gluon.jit
@@ -213,8 +224,9 @@ def _gather_warpgroup(work, row_scales, pipelines, block_counts, FORMAT: gl.cons
             ids = load_ids(work, blocks, block + 1, LISTED_KEYS)
             scale_ids = load_ids(work, blocks, block + 1, SCALE_KEYS)
             mbarrier.wait(rope.empty.index(rope_stage), rope_phase ^ 1)
-            _copy_rows(start, is_valid, ROPE_WORD, rope.tiles.index(rope_stage))
-            async_copy.mbarrier_arrive(rope.full.index(rope_stage), increment_count=False)
+            if rope.tiles is not None:
+                _copy_rows(start, is_valid, ROPE_WORD, rope.tiles.index(rope_stage))
+                async_copy.mbarrier_arrive(rope.full.index(rope_stage), increment_count=False)
             for fill in gl.static_range(D_TILES // TILES):
                 mbarrier.wait(latent.empty.index(stage), phase ^ 1)
                 for i in gl.static_range(TILES):
@@ -236,7 +248,7 @@ def _qk_softmax_warpgroup(warpgroup, operands):
     work, tokens, outputs = operands.work, operands.tokens, operands.outputs
     query, probs, pipelines = operands.query, operands.probs, operands.pipelines
     FORMAT: gl.constexpr = operands.FORMAT
-    HEADS: gl.constexpr = query.rope.shape[1]
+    HEADS: gl.constexpr = query.latent.shape[1]
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     INDEX: gl.constexpr = warpgroup.INDEX
@@ -380,7 +392,8 @@ def sparse_mla_small_m_fp8_kv_kernel(
     COUNT: gl.constexpr = 4 if FORMAT.SCALES_AT >= 0 else 1
     NONE: gl.constexpr = None
     full, empty = alloc_stage_barriers(CONFIG.STAGES, 128, 2)
-    rope_full, rope_empty = alloc_stage_barriers(CONFIG.ROPE_STAGES, 129, 1)
+    ARRIVALS: gl.constexpr = 129 if TRAITS.HAS_ROPE else 1
+    rope_full, rope_empty = alloc_stage_barriers(CONFIG.ROPE_STAGES, ARRIVALS, 1)
     pipelines = KVPipelines(
         Pipeline(
             gl.allocate_shared_memory(
@@ -391,7 +404,7 @@ def sparse_mla_small_m_fp8_kv_kernel(
             CONFIG.TILES_PER_STAGE,
         ),
         Pipeline(
-            gl.allocate_shared_memory(gl.bfloat16, [CONFIG.ROPE_STAGES, 64, 64], SMEM_16BIT),
+            _alloc_rope(CONFIG.ROPE_STAGES, 64, TRAITS.HAS_ROPE),
             rope_full,
             rope_empty,
             1,
@@ -401,7 +414,7 @@ def sparse_mla_small_m_fp8_kv_kernel(
     )
     query = Query(
         gl.allocate_shared_memory(gl.bfloat16, [D_TILES, HEADS, D_TILE], QUERY_TILE),
-        gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 64], SMEM_16BIT),
+        _alloc_rope(1, HEADS, TRAITS.HAS_ROPE),
         alloc_barrier(),
     )
     probs = alloc_probs(HEADS, COUNT, 1)
