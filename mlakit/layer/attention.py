@@ -125,6 +125,7 @@ class MLAAttention(nn.Module):
     ) -> MLAAttention:
         """The layer of this number from a checkpoint's folder: config.json and safetensors files.
 
+        layer             number of the layer in the checkpoint
         tp_rank, tp_size  the heads of one tensor-parallel rank: rows of q_b_proj (q_proj) and
                           kv_b_proj, columns of o_proj. The outputs of the ranks add up to the
                           layer's; only rank 0 has the bias of o_proj

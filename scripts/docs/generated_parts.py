@@ -17,6 +17,7 @@ from links import api_entries, linked
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from mlakit import __version__
 from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import arch_name
 from mlakit.model.geometry import PRESETS, RopeParameters
@@ -25,8 +26,6 @@ from mlakit.tools.bench import peers
 
 HELP_COLUMNS = 88  # the width of a page
 SUITE = re.compile(r"^The suite `([a-z0-9-]+)`: ", flags=re.MULTILINE)
-# mkdocstrings writes its own version of what scripts/docs/reference.py has written
-API_ENTRY = re.compile(r"^<!-- api: (\S+) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 MARKER = re.compile(r"^<!-- generated: ([a-z]+) -->$", flags=re.MULTILINE)
 
 
@@ -147,6 +146,12 @@ def filled(markdown: str) -> str:
     return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_config(config: Any) -> Any:
+    """Called by MkDocs first: the site says of which version it is."""
+    config.site_name = f"{config.site_name} {__version__}"
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by MkDocs with the text of every page: fills markers and links names."""
-    return linked(filled(API_ENTRY.sub(r"::: \1", markdown)), api_entries())
+    return linked(filled(markdown), api_entries(), page.file.src_uri)

@@ -1,8 +1,8 @@
 """Writes the API reference into docs/api, from signatures and docstrings: `make reference`.
 
 A page has an entry between `<!-- api: NAME -->` and `<!-- end -->`, where NAME is the full name of
-a function, a class or a value; a new one begins as a line `::: NAME`. GitHub shows what is
-committed; the site, which is made of the same docstrings, shows mkdocstrings' own version.
+a function, a class or a value; a new one begins as a line `::: NAME`. GitHub and the site show
+what is committed.
 `--check` names the pages that are not as the code has them.
 """
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from docstring_markdown import Entry, blocks_of, entries_of, escaped, trailing_comment
 from generated_parts import markdown_table
+from links import anchor
 
 ROOT = Path(__file__).parents[2]
 API = ROOT / "docs" / "api"
@@ -69,24 +70,29 @@ def entry(name: str) -> str:
     """The Markdown of one name."""
     module, _, short = name.rpartition(".")
     value: Any = getattr(importlib.import_module(module), short)
+    methods: list[str] = []
     if inspect.isclass(value):
-        parts = [_class(short, value)]
+        own, methods = _class(short, value)
+        parts = [own]
     elif callable(value) and hasattr(value, "__doc__") and inspect.isroutine(value):
         parts = [_signature(short, value), *_described(value)]
     else:
         parts = [f"```text\n{short} = {_shown(value)}\n```"]
     found = examples().get(short) if name.count(".") == 1 else None
     if found is not None:
-        anchor = re.sub(r"[^\w\- ]", "", found.heading.lower()).replace(" ", "-")
-        parts.append(f"Example: [{found.heading}]({found.page}#{anchor}).")
-    return "\n\n".join([f"## {short}", *parts])
+        parts.append(f"Example: [{found.heading}]({found.page}#{anchor(found.heading)}).")
+    homes = (importlib.import_module(each) for each in (module, "mlakit"))
+    is_twin = inspect.isclass(value) and any(hasattr(home, short.lower()) for home in homes)
+    heading = f"{short} (class)" if is_twin else short  # an anchor has no capitals
+    return "\n\n".join([f"## {heading}", *parts, *methods])
 
 
-def _class(short: str, cls: Any) -> str:
+def _class(short: str, cls: Any) -> tuple[str, list[str]]:
+    """The Markdown of a class, and that of its methods that have more than a sentence."""
     parts = [_constructor(short, cls), *_prose(inspect.getdoc(cls) or "", {}), *_fields(cls)]
     if cls.__init__.__doc__ and "__init__" in vars(cls):
         parts += _described(cls.__init__)
-    methods = []
+    methods, described = [], []
     for name, member in vars(cls).items():
         function = getattr(member, "__func__", getattr(member, "fget", member))
         is_ours = inspect.isfunction(function) and function.__module__.startswith("mlakit")
@@ -94,10 +100,13 @@ def _class(short: str, cls: Any) -> str:
             continue
         is_property = isinstance(member, property) or type(member).__name__ == "cached_property"
         shown = f"`.{name}`" if is_property else f"`.{name}({_arguments(function)})`"
+        if "\n\n" in (function.__doc__ or "") and not is_property:
+            described += [f"### {short}.{name}", _signature(name, function), *_described(function)]
+            shown = f"[{shown}](#{anchor(f'{short}.{name}')})"
         methods.append((shown, _cell(_sentence(inspect.getdoc(function) or ""))))
     if methods:
         parts.append(markdown_table(("member", "what it is"), methods))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in parts if part), described
 
 
 def _constructor(short: str, cls: Any) -> str:
@@ -146,6 +155,8 @@ def _signature(short: str, function: Any) -> str:
 def _parameters(signature: inspect.Signature) -> list[str]:
     parts, is_starred = [], False
     for each in signature.parameters.values():
+        if each.name in ("self", "cls"):
+            continue
         if each.kind is each.KEYWORD_ONLY and not is_starred:
             parts.append("*")
             is_starred = True
@@ -157,8 +168,7 @@ def _parameters(signature: inspect.Signature) -> list[str]:
 
 
 def _arguments(function: Any) -> str:
-    parameters = _parameters(inspect.signature(function))
-    return ", ".join(part for part in parameters if part not in ("self", "cls"))
+    return ", ".join(_parameters(inspect.signature(function)))
 
 
 def _described(function: Any) -> list[str]:
@@ -198,13 +208,16 @@ def _prose(docstring: str, types: dict[str, str]) -> list[str]:
 
 
 def _table(types: dict[str, str], described: dict[str, Entry]) -> str:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, annotation in types.items():
         text = " ".join(described[name].texts) if name in described else COMMON.get(name, "")
         shape, dtype, text = _parsed(name, text)
         kind = _cell(f"`{annotation}`") if annotation else ""
         rows.append((f"`{name}`", kind, *map(_cell, (shape, dtype, escaped(text)))))
-    return markdown_table(("argument", "type", "shape", "dtype", "what it is"), rows)
+    header: tuple[str, ...] = ("argument", "type", "shape", "dtype", "what it is")
+    if not any(shape or dtype for _, _, shape, dtype, _ in rows):
+        header, rows = (*header[:2], header[-1]), [(*row[:2], row[-1]) for row in rows]
+    return markdown_table(header, rows)
 
 
 def _parsed(name: str, text: str) -> tuple[str, str, str]:

@@ -105,7 +105,7 @@ def test_the_link_checker_sees():
 
 def test_the_navigation_has_every_page_once():
     _, _, nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")
-    assert sorted(re.findall(r"- (\S+\.md)$", nav, flags=re.MULTILINE)) == sorted(PAGES)
+    assert sorted(re.findall(r"[-:] (\S+\.md)$", nav, flags=re.MULTILINE)) == sorted(PAGES)
 
 
 def commands() -> list[list[str]]:
@@ -219,3 +219,14 @@ def test_scales_lie_where_the_table_says(format):
 def test_the_page_of_a_library_names_all_its_functions(page, module):
     text = PAGES[page]
     assert [name for name in module.__all__ if not re.search(rf"`{name}\b", text)] == []
+
+
+def test_the_site_has_a_logo_and_leads_to_the_repository_without_asking_it():
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (logo,) = re.findall(r"^  logo: (\S+)$", config, flags=re.MULTILINE)
+    assert (DOCS / logo).is_file()
+    (repository,) = re.findall(r"^repo_url: (\S+)$", config, flags=re.MULTILINE)
+    assert f'"{repository}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    link = (ROOT / "scripts/docs/theme/partials/source.html").read_text(encoding="utf-8")
+    assert "config.repo_url" in link
+    assert "data-md-component" not in link  # with it the page would ask GitHub for stars

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from types import SimpleNamespace
 
 import generated_parts
 import pytest
 import reference
 from docstring_markdown import markdown_of, trailing_comment
-from links import ENTRY, api_entries, linked
+from links import ENTRY, anchor, api_entries, linked
 from torch import nn
 from typer.main import get_command
 
+import mlakit
 from mlakit.dispatch import knobs, selection
 from mlakit.model.geometry import PRESETS
 from mlakit.tools import cli
@@ -23,7 +25,7 @@ PAGES = {
     path.relative_to(ROOT / "docs").as_posix(): path.read_text(encoding="utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md"))
 }
-ENTRIES = [name for text in PAGES.values() for name in ENTRY.findall(text)]
+ENTRIES = [name for text in PAGES.values() for name, _ in ENTRY.findall(text)]
 # of these modules every public name has an entry
 WHOLE_MODULES = (
     "mlakit",
@@ -138,7 +140,15 @@ def test_every_marker_can_be_filled_and_every_generator_is_used():
     assert used == set(generated_parts.GENERATORS)
     with pytest.raises(KeyError, match="nothing"):
         generated_parts.filled("<!-- generated: nothing -->")
-    assert generated_parts.on_page_markdown("# A", page=None) == "# A"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="notes/cpu.md"))
+    assert generated_parts.on_page_markdown("# A", page=page) == "# A"
+    shown = generated_parts.on_page_markdown("As `mla_decode` does.", page=page)
+    assert shown == "As [`mla_decode`](../api/ops.md#mla_decode) does."
+
+
+def test_the_site_says_its_version():
+    config = generated_parts.on_config(SimpleNamespace(site_name="mlakit"))
+    assert config.site_name == f"mlakit {mlakit.__version__}"
 
 
 @pytest.mark.slow
@@ -209,18 +219,34 @@ def test_no_column_is_left_in_the_text_of_an_entry(entry):
 
 
 def test_names_become_links_outside_code_links_and_headings():
-    names = {"mla_decode": "mlakit.mla_decode"}
+    names = {"mla_decode": "api/ops.md#mla_decode"}
     fenced = "```python\n`mla_decode`\n```\n"
     text = f"# `mla_decode`\n`mla_decode`, `other`, [`mla_decode`](x.md)\n{fenced}"
-    expected = text.replace("\n`mla_decode`,", "\n[`mla_decode`][mlakit.mla_decode],")
+    expected = text.replace("\n`mla_decode`,", "\n[`mla_decode`](api/ops.md#mla_decode),")
     assert linked(text, names) == expected
+    assert linked("`mla_decode`", names, "api/ops.md") == "[`mla_decode`](ops.md#mla_decode)"
 
 
 def test_a_short_name_is_that_of_the_op_and_every_name_has_an_entry():
     names = api_entries()
-    assert names["mla_decode"] == names["mlakit.mla_decode"] == "mlakit.mla_decode"
-    assert names["rms_norm"] == "mlakit.reference.rms_norm"
-    assert set(names.values()) == set(ENTRIES)
+    assert names["mla_decode"] == names["mlakit.mla_decode"] == "api/ops.md#mla_decode"
+    assert names["rms_norm"] == "api/reference.md#rms_norm"
+    assert {name for name in names if "." in name} == set(ENTRIES)
+
+
+def test_each_link_to_the_reference_leads_to_a_heading():
+    for name, target in api_entries().items():
+        page, _, heading = target.partition("#")
+        headings = re.findall(r"^#+ (.*)$", PAGES[page], flags=re.MULTILINE)
+        assert [anchor(each) for each in headings].count(heading) == 1, name
+
+
+def test_a_method_with_a_description_has_a_table_of_its_arguments():
+    page = PAGES["api/pages.md"]
+    assert "[`.append(sequence, num_tokens)`](#pageallocatorappend)" in page
+    section = page.partition("### PageAllocator.append\n")[2].partition("\n### ")[0]
+    assert "append(sequence, num_tokens) -> list[PageCopy]" in section
+    assert "| `num_tokens` | `int` |" in section
 
 
 def test_a_field_is_described_by_the_comment_behind_it():
