@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import lru_cache, reduce, wraps
 from operator import or_
 from typing import Any
 
@@ -292,6 +292,36 @@ def hash_callees_first() -> None:
         own(self, function)
 
     DependenciesFinder._update_hash = update
+
+
+def describe_constants_in_tuples() -> None:
+    """Have Triton describe kernels whose constants are records to those who listen.
+
+    vLLM listens once it serves. Triton writes the description as JSON, and fails where a type or a
+    layout lies in a tuple.
+    """
+    from triton.runtime import jit
+
+    own = getattr(jit, "serialize_specialization_data", None)
+    if own is None:
+        return
+
+    @wraps(own)
+    def serialize(name: str, signature: Any, constants: dict[Any, Any], *others: Any) -> Any:
+        plain = {
+            key: _plain(value) if isinstance(value, tuple) else value
+            for key, value in constants.items()
+        }
+        return own(name, signature, plain, *others)
+
+    jit.serialize_specialization_data = serialize
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON knows."""
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def launch_hooks() -> Callable[[], bool]:

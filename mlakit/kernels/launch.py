@@ -30,6 +30,7 @@ if knobs.interpreted():
     repair()
 private.count_compilations()
 private.hash_callees_first()
+private.describe_constants_in_tuples()
 
 
 @dataclass(frozen=True)

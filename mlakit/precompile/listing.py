@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,17 @@ class OneKernel(Listing):
             self.kernels.extend(compilation.kernels)
 
 
+@dataclass(frozen=True)
+class Loading(Compilation):
+    """Loads kernels from Triton's cache, for a GPU of this process."""
+
+    number: int = 0  # of the GPU
+
+    @property
+    def device(self) -> int:
+        return self.number
+
+
 @contextmanager
 def launching(compilation: Compilation) -> Iterator[None]:
     """Give the launches of ops to `compilation`; tensors hold nothing, so no value is checked."""
@@ -65,6 +76,13 @@ def launching(compilation: Compilation) -> Iterator[None]:
 def calls_of(d: Deployment) -> Iterator[Call]:
     for user in d.users:
         yield from (step_calls(d) if user == "steps" else engine_calls(d, user))
+
+
+def load_kernels(calls: Iterable[Call], target: Target, number: int) -> None:
+    """Load the kernels of calls as launches on the GPU with this number do."""
+    for call in calls:
+        with launching(Loading(target, number=number)):
+            call.run()
 
 
 def entries_of(calls: list[Call], target: Target) -> dict[CacheEntry, int]:

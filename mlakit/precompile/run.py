@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from mlakit.precompile.deployment import Deployment, deployment
 from mlakit.precompile.worker import Done, Task, Worker
 
 if TYPE_CHECKING:
+    from mlakit.dispatch.private import CacheEntry
     from mlakit.kernels.launch import Target
 
 LOCK = "mlakit-warmup.lock"
@@ -83,7 +84,8 @@ def warmup(
 
     Kernels in the cache already are not compiled again. A kernel depends on the versions of mlakit,
     Triton, Python's and CUDA's tools, on the architecture and on Triton's environment variables,
-    not on the machine: a cache that was made while an image was built serves where it runs.
+    not on the machine: a cache that was made while an image was built serves where it runs. For the
+    GPU of this machine they are loaded into this process, too.
 
     Raises ValueError for an argument that is wrong, and `WarmupError` where a kernel cannot be
     compiled or the cache cannot be written.
@@ -106,14 +108,18 @@ def warmup(
     target = target_of(arch, num_sms)
     start = perf_counter()
     folder = private.cache_folder()
-    tasks, known = missing(d, target)
+    entries = entries_of_deployment(d, target)
+    tasks = missing(entries)
     if tasks:
         check_writable(folder)
         with alone(folder):
-            tasks, known = missing(d, target)  # others may have compiled them meanwhile
+            # others may have compiled them meanwhile
+            tasks = missing(entries_of_deployment(d, target))
             with progress(len(tasks), is_shown=show_progress) as advance:
                 compile_all(d, target, tasks, jobs or num_cores(), advance)
-    return Warmup(arch_name(target.arch), known, len(tasks), perf_counter() - start, folder)
+    if arch is None:
+        load(d, target, sorted(set(entries.values())))
+    return Warmup(arch_name(target.arch), len(entries), len(tasks), perf_counter() - start, folder)
 
 
 def target_of(arch: str | int | None, num_sms: int | None) -> Target:
@@ -138,16 +144,29 @@ def target_of(arch: str | int | None, num_sms: int | None) -> Target:
     return launch.Target(number, sms, launch.SHARED_BYTES[number])
 
 
-def missing(d: Deployment, target: Target) -> tuple[list[Task], int]:
-    """The kernels that the cache lacks, and how many the deployment has in all."""
+def entries_of_deployment(d: Deployment, target: Target) -> dict[CacheEntry, int]:
+    """The kernels of a deployment, each with the number of the first call that launches it."""
     from mlakit.precompile.listing import calls_of, entries_of
 
     try:
-        entries = entries_of(list(calls_of(d)), target)
+        return entries_of(list(calls_of(d)), target)
     except OSError as error:
         raise WarmupError(f"Triton's cache cannot be used: {error}") from None
-    tasks = [Task(entry.key, call) for entry, call in entries.items() if not entry.exists]
-    return tasks, len(entries)
+
+
+def missing(entries: dict[CacheEntry, int]) -> list[Task]:
+    """What is to be compiled: the kernels that the cache lacks."""
+    return [Task(entry.key, call) for entry, call in entries.items() if not entry.exists]
+
+
+def load(d: Deployment, target: Target, numbers: Sequence[int]) -> None:
+    """Load the kernels of calls into this process, whose first launches then find them."""
+    import torch
+
+    from mlakit.precompile.listing import calls_of, load_kernels
+
+    calls = list(calls_of(d))
+    load_kernels((calls[number] for number in numbers), target, torch.cuda.current_device())
 
 
 def num_cores() -> int:

@@ -25,6 +25,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
 
+import mlakit
+
 FIRST_TOKEN = 2  # smaller ones begin and end a text
 WARM_STEPS = 4
 PROFILED_STEPS = 4
@@ -67,6 +69,7 @@ class Engine:
         config = json.loads(Path(model, "config.json").read_text())
         self.vocabulary: int = config["vocab_size"]
         self.added = 0
+        self.kernels_at_start = num_kernels()
 
     def add(self, prompt: Sequence[int], new: int, logprobs: int | None = None) -> str:
         """Add a request, and return its name."""
@@ -283,6 +286,12 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{at}": ordered[(len(ordered) - 1) * at // 100] for at in (50, 99)} if values else {}
 
 
+def num_kernels() -> int:
+    """How often mlakit compiled a kernel in this process, or loaded one."""
+    stats = mlakit.stats()
+    return sum((stats.compiled + stats.loaded).values())
+
+
 def allocated() -> int:
     """Bytes of GPU memory in use by tensors."""
     synchronize()
@@ -332,6 +341,7 @@ def main(path: Path) -> None:
             gave = TASKS[task["kind"]](engine, task)
             seconds = time.perf_counter() - start
             result["tasks"].append({"task": task, "seconds": seconds} | gave)
+            result["kernels_while_serving"] = num_kernels() - engine.kernels_at_start
             target.write_text(json.dumps(result))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections import Counter
 from importlib import import_module
 from types import SimpleNamespace
@@ -10,9 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+from triton.runtime import jit
 
 from mlakit.dispatch import private
 from mlakit.dispatch.private import Pointer, PreparedLaunch
@@ -298,6 +302,23 @@ def test_the_entry_of_a_kernel_in_tritons_cache_is_found_without_a_compiler(tmp_
         assert private.cache_folder() == str(tmp_path)
     with pytest.raises(RuntimeError, match="compiled earlier in this process"):
         private.cache_entry(lambda: None)
+
+
+class Sizes(NamedTuple):
+    kind: tl.dtype
+    sizes: tuple[int, tuple[int, float]]
+    name: str
+    absent: None
+
+
+def test_constants_in_tuples_are_described_to_listeners():
+    import_module("mlakit.kernels.launch")
+    constants = {(0,): Sizes(tl.int32, (1, (2, 3.0)), "x", None), (1,): 4, (2,): tl.float32}
+    own = inspect.signature(inspect.unwrap(jit.serialize_specialization_data)).parameters
+    options = target = SimpleNamespace()
+    last = (target,) if "target" in own else ()
+    text = jit.serialize_specialization_data("k", {}, constants, {}, options, "key", *last)
+    assert json.loads(text)["constant_vals"] == [["int32", [1, [2, 3.0]], "x", None], 4, "fp32"]
 
 
 def test_compilations_of_this_package_are_counted_and_other_listeners_hear_of_them(monkeypatch):

@@ -37,7 +37,7 @@ def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) 
 
 
 def block_scales(payload: Tensor) -> Tensor:
-    """The scales inside of rows [..., bytes], which may lack rope columns: float64 [..., groups]."""
+    """The scales inside of rows [..., bytes] of any rope columns: float64 [..., groups]."""
     scales = payload[..., ROW.kv_lora_rank : TRAITS.ROPE_AT].contiguous()
     return scales.view(torch.float32).double()
 
