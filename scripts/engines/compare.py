@@ -17,7 +17,6 @@ import argparse
 import fnmatch
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from logs import telling
+from report import Results, is_ours, report, save
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 HERE = Path(__file__).parent
+COMMAND = "python scripts/engines/compare.py run OUT"
 ROOT = HERE.parents[1]
 CONSOLE = Console()
 DENSE = ("MLAKIT", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
@@ -44,7 +44,9 @@ SGLANG_DENSE, SGLANG_SPARSE = ("fa3", "flashmla", "mlakit"), ("dsa", "mlakit")
 SPARSE = ("MLAKIT_SPARSE", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")
 FP8_ROWS = ("MLAKIT_SPARSE", "FLASHMLA_SPARSE")
 RAGGED = [5, 17, 90, 300, 1500, 3000, 64, 65]
+LONG = [2100, 2600, 3000, 3500, 4000, 2049, 900, 33]  # more than the indexer's 2048 keys
 TOKENS = {"kind": "tokens", "seed": 1, "lengths": RAGGED, "new": 48, "logprobs": 20}
+SPARSE_TOKENS = [TOKENS, {**TOKENS, "lengths": LONG}]
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 BATCHES, CONTEXTS = (1, 16, 64, 128), (1024, 8192, 32_768)
 MOST_TOKENS = 2**20
@@ -100,10 +102,6 @@ FIRST_TOKENS = [{"kind": "first_token", "length": n, "repeats": 3} for n in CONT
 GROUP: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
-
-
-def is_ours(backend: str) -> bool:
-    return backend.lower().startswith("mlakit")
 
 
 @dataclass(frozen=True)
@@ -162,9 +160,9 @@ MEASURED = [*_speed_tasks(), *FIRST_TOKENS]
 # the first ones are short, and say most about whether the backends work
 SCENARIOS = {
     "tokens": Scenario(BOTH, DENSE),
-    "tokens-sparse": Scenario(BOTH_SPARSE, SPARSE),
+    "tokens-sparse": Scenario(BOTH_SPARSE, SPARSE, SPARSE_TOKENS),
     "tokens-fp8": Scenario(BOTH, FP8_DENSE, engine=FP8),
-    "tokens-sparse-fp8": Scenario(BOTH_SPARSE, FP8_ROWS, engine=FP8_PACKED),
+    "tokens-sparse-fp8": Scenario(BOTH_SPARSE, FP8_ROWS, [TOKENS, LATE], FP8_PACKED),
     "tokens-drafts": Scenario(("v3-h16",), DENSE, [LATE], DRAFTS),
     "tokens-chunks-prefixes-preemption": Scenario(("v3-h16",), DENSE, [LATE, LATE], CHUNKS),
     "tokens-sparse-drafts": Scenario(("v3.2-h128",), SPARSE, [LATE], DRAFTS),
@@ -175,7 +173,7 @@ SCENARIOS = {
     ),
     # the requests of "tokens", through a server and its processes
     "tokens-http": Scenario(("v3-h16",), ("MLAKIT",), program="vllm_http_job.py"),
-    "tokens-compiled": Scenario(("v3-h16",), ("MLAKIT", "FLASHMLA"), [LATE], COMPILED),
+    "tokens-compiled": Scenario(("v3-h16",), ("MLAKIT", "FLASHMLA"), [TOKENS, LATE], COMPILED),
     "speed": Scenario(BOTH, SPEED_DENSE, MEASURED, SPEED),
     "speed-sparse": Scenario(BOTH_SPARSE, SPARSE, MEASURED, SPEED),
     "speed-fp8": Scenario(BOTH, SPEED_FP8, _speed_tasks(), SPEED | FP8),
@@ -327,219 +325,13 @@ def make_models(names: set[str], folder: Path) -> None:
             save(MODELS[name], folder / name, device)
 
 
-# --- what the results say --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Two runs of the same requests.
-
-    equal     requests with the same tokens
-    logprob   the largest difference of a token's logarithm of probability, up to and with the first
-              position at which the tokens of a request differ: until then both saw the same tokens
-    """
-
-    requests: int
-    equal: int
-    logprob: float
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
-    equal, largest = 0, 0.0
-    for request, (mine, theirs) in enumerate(zip(one["tokens"], other["tokens"], strict=True)):
-        equal += mine == theirs
-        same = next(
-            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine) - 1
-        )
-        for position in range(same + 1):
-            a, b = one["logprobs"][request][position], other["logprobs"][request][position]
-            largest = max([largest, *(abs(a[token] - b[token]) for token in a.keys() & b.keys())])
-    return Difference(len(one["tokens"]), equal, largest)
-
-
-def own_kernels() -> re.Pattern[str]:
-    """Match the names of mlakit's kernels."""
-    import mlakit
-
-    folder = Path(mlakit.__file__).parent / "kernels"
-    names = {
-        name
-        for path in folder.rglob("*.py")
-        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
-    }
-    return re.compile(rf"^({'|'.join(sorted(names))})$")
-
-
-# the most that ours may take, of the best other backend's time, and of the memory before a soak
-STEP_LIMIT, FIRST_TOKEN_LIMIT, ATTENTION_LIMIT, MANY_HEADS_LIMIT = 1.01, 1.0, 1.0, 0.97
-MEMORY_LIMIT = 1.01
-# of the engine's own backends: attention, its metadata on the device, cache, indexer, selection
-ATTENTION = re.compile(
-    r"flash|mla|fmha|attn|_fwd_(grouped_)?kernel_stage|indexer|mqa_logits|top_?k_per_row|topk"
-    r"|global_index|cp_gather|concat_and_cache",
-    re.IGNORECASE,
-)
-
-
-def attention_us(kernels: dict[str, float], own: re.Pattern[str]) -> float:
-    return sum(us for name, us in kernels.items() if own.match(name) or ATTENTION.search(name))
-
-
-def results(out: Path) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
-    """Results by scenario and model, then by backend."""
-    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+def results(out: Path) -> Results:
+    found: Results = {}
     for job in jobs():
         path = out / f"{job.stem}.json"
         if path.exists():
             found.setdefault((job.name, job.model), {})[job.backend] = read(path)
     return found
-
-
-def report(out: Path) -> int:
-    """Print tables; return the number of comparisons that do not hold."""
-    misses = 0
-    own = own_kernels()
-    for (name, model), by_backend in results(out).items():
-        ours = [backend for backend in by_backend if is_ours(backend)]
-        if not ours:
-            continue
-        for index, task in enumerate(by_backend[ours[0]]["tasks"]):
-            tasks = {
-                backend: each["tasks"][index]
-                for backend, each in by_backend.items()
-                if index < len(each["tasks"])
-            }
-            kind = task["task"]["kind"]
-            if kind == "tokens" and len(tasks) > 1:
-                misses += report_tokens(f"{name} {model}", tasks, ours[0])
-            elif kind == "soak":
-                misses += report_soak(f"{name} {model}", tasks[ours[0]])
-    misses += report_http(out)
-    misses += report_times(out, own)
-    return misses
-
-
-def report_http(out: Path) -> int:
-    """A server has the tokens of the engine that runs in one process."""
-    found = results(out)
-    misses = 0
-    for (name, model), by_backend in found.items():
-        engine = found.get(("tokens", model), {})
-        for backend, result in by_backend.items() if name == "tokens-http" else ():
-            if backend in engine:
-                served, alone = (each["tasks"][0]["tokens"] for each in (result, engine[backend]))
-                equal = sum(a == b for a, b in zip(served, alone, strict=True))
-                misses += equal < len(alone)
-                CONSOLE.print(f"{name} {model} {backend}: {equal} of {len(alone)} as without HTTP")
-    return misses
-
-
-def report_soak(title: str, result: dict[str, Any]) -> int:
-    """A request has the tokens that it has alone, and memory does not grow."""
-    CONSOLE.print(title, {key: value for key, value in result.items() if key != "task"})
-    is_grown = result["memory_after"] > MEMORY_LIMIT * result["memory_before"]
-    return bool(result["different_alone"]) + (result["compared_alone"] == 0) + is_grown
-
-
-def report_tokens(title: str, tasks: dict[str, dict[str, Any]], ours: str) -> int:
-    """Ours may differ from another backend by as much as two of the others do.
-
-    Where there is one other, tokens must be the same.
-    """
-    others = [backend for backend in tasks if backend != ours]
-    among = [
-        difference(tasks[a], tasks[b]).logprob
-        for i, a in enumerate(others)
-        for b in others[i + 1 :]
-    ]
-    table = Table("backend", "same tokens", "largest difference of a logprob", title=title)
-    misses = 0
-    for backend in others:
-        found = difference(tasks[ours], tasks[backend])
-        is_near = bool(among) and found.logprob <= max(among)
-        misses += found.equal < found.requests and not is_near
-        table.add_row(backend, f"{found.equal} of {found.requests}", f"{found.logprob:.4f}")
-    if among:
-        table.add_row("the others among themselves", "", f"{max(among):.4f}")
-    CONSOLE.print(table)
-    return misses
-
-
-def report_times(out: Path, own: re.Pattern[str]) -> int:
-    misses = 0
-    for (name, model), by_backend in results(out).items():
-        rows = list(time_rows(by_backend, own))
-        if not rows:
-            continue
-        table = Table(
-            "what", "best other", "its step, ms", "ours", "ratio",
-            "its attention, us", "ours", "ratio", "share of our step",
-            title=f"{name} {model}",
-        )  # fmt: skip
-        attention_limit = MANY_HEADS_LIMIT if model.endswith("h128") else ATTENTION_LIMIT
-        for row in rows:
-            limit = STEP_LIMIT if row.attention else FIRST_TOKEN_LIMIT
-            misses += row.step_ratio > limit or row.attention_ratio > attention_limit
-            table.add_row(*row.cells())
-        CONSOLE.print(table)
-    return misses
-
-
-@dataclass(frozen=True)
-class TimeRow:
-    what: str
-    best: str
-    step: float
-    our_step: float
-    attention: float
-    our_attention: float
-
-    @property
-    def step_ratio(self) -> float:
-        return self.our_step / self.step
-
-    @property
-    def attention_ratio(self) -> float:
-        return self.our_attention / self.attention if self.attention else 0.0
-
-    def cells(self) -> list[str]:
-        made = [self.what, self.best, f"{self.step:.2f}", f"{self.our_step:.2f}"]
-        made.append(f"{self.step_ratio:.3f}")
-        if not self.attention:
-            return [*made, "", "", "", ""]
-        share = self.our_attention / 1e3 / self.our_step
-        return [
-            *made, f"{self.attention:.0f}", f"{self.our_attention:.0f}",
-            f"{self.attention_ratio:.3f}", f"{share:.0%}",
-        ]  # fmt: skip
-
-
-def time_rows(by_backend: dict[str, Any], own: re.Pattern[str]) -> Iterator[TimeRow]:
-    """Compare with the best other backend: of attention's time, and of the step's."""
-    timed: dict[str, dict[str, tuple[float, float]]] = {}
-    for backend, result in by_backend.items():
-        for each in result["tasks"]:
-            task = each["task"]
-            if task["kind"] == "speed":
-                what = f"b {task['batch']}, {task['context']} tokens"
-                us = attention_us(each["kernels_us"], own)
-                timed.setdefault(what, {})[backend] = each["step_ms"], us
-            elif task["kind"] == "first_token":
-                what = f"first token of {task['length']}"
-                timed.setdefault(what, {})[backend] = each["first_token_ms"], 0.0
-    for what, times in timed.items():
-        ours = [backend for backend in times if is_ours(backend)]
-        others = {backend: each for backend, each in times.items() if backend not in ours}
-        if ours and others:
-            best = min(others, key=lambda backend: others[backend][1] or others[backend][0])
-            yield TimeRow(
-                what,
-                best,
-                min(step for step, _ in others.values()),
-                times[ours[0]][0],
-                others[best][1],
-                times[ours[0]][1],
-            )
 
 
 def main() -> None:
@@ -560,10 +352,15 @@ def main() -> None:
     runner.add_argument("--engine", default="{}", help="more engine arguments, as JSON")
     reporter = commands.add_parser("report", help="tables of the results that are there")
     reporter.add_argument("out", type=Path)
+    reporter.add_argument("--save", type=Path, help="write FILE-SCENARIO.json as mlakit bench does")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    failures = run(asked.out, asked) if asked.command == "run" else report(asked.out)
-    sys.exit(1 if failures else 0)
+    if asked.command == "run":
+        sys.exit(1 if run(asked.out, asked) else 0)
+    found = results(asked.out)
+    if asked.save:
+        save(found, asked.save, COMMAND)
+    sys.exit(1 if report(found) else 0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def speed(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
     engine.abort(names)
     return {
         "step_ms": statistics.median(times),
-        "mean_step_ms": statistics.fmean(times),
+        "all_ms": times,
         "kernels_us": {name: us / PROFILED_STEPS for name, us in kernels.items()},
     }
 
@@ -292,6 +293,12 @@ def num_kernels() -> int:
     return sum((stats.compiled + stats.loaded).values())
 
 
+def environment() -> dict[str, object]:
+    from mlakit.tools.bench.environment import describe, version_of
+
+    return describe() | {"vllm": version_of("vllm"), "date": date.today().isoformat()}
+
+
 def allocated() -> int:
     """Bytes of GPU memory in use by tensors."""
     synchronize()
@@ -336,6 +343,7 @@ def main(path: Path) -> None:
     with turn(job.get("turn")):
         engine = Engine(job["model"], job["engine"])
         result["start_seconds"] = engine.start_seconds
+        result["environment"] = environment()
         for task in job["tasks"][len(result["tasks"]) :]:
             start = time.perf_counter()
             gave = TASKS[task["kind"]](engine, task)

@@ -1,0 +1,301 @@
+"""What the results of compare.py say: tokens beside those of other backends, and times.
+
+Times are written as reports of `mlakit bench`, from which the pages have their tables.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+from mlakit.tools.bench.measure import Spread
+from mlakit.tools.bench.report import MLAKIT, Report, Row
+
+CONSOLE = Console()
+# results by scenario and model, then by backend
+Results: TypeAlias = dict[tuple[str, str], dict[str, dict[str, Any]]]
+
+
+def is_ours(backend: str) -> bool:
+    return backend.lower().startswith("mlakit")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two runs of the same requests.
+
+    equal           requests with the same tokens
+    mean, largest   differences of a token's logarithm of probability, up to and with the first
+                    position at which the tokens of a request differ: until then both saw the same
+                    tokens
+    """
+
+    requests: int
+    equal: int
+    mean: float
+    largest: float
+
+    def cells(self) -> list[str]:
+        return [f"{self.equal} of {self.requests}", f"{self.mean:.4f}", f"{self.largest:.3f}"]
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
+    equal, found = 0, []
+    for request, (mine, theirs) in enumerate(zip(one["tokens"], other["tokens"], strict=True)):
+        equal += mine == theirs
+        same = next(
+            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine) - 1
+        )
+        for position in range(same + 1):
+            a, b = one["logprobs"][request][position], other["logprobs"][request][position]
+            found += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
+    return Difference(len(one["tokens"]), equal, fmean(found), max(found))
+
+
+def own_kernels() -> re.Pattern[str]:
+    """Match the names of mlakit's kernels."""
+    import mlakit
+
+    folder = Path(mlakit.__file__).parent / "kernels"
+    names = {
+        name
+        for path in folder.rglob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    return re.compile(rf"^({'|'.join(sorted(names))})$")
+
+
+# logprobs of ours and of another backend, over those of two of the others: the mean says more than
+# the largest one, which is of one token among thousands
+MEAN_LIMIT = 1.15
+ATTENTION_OP, STEP_OP, FIRST_TOKEN_OP = "attention", "step", "first_token"
+# the most that ours may take, of the best other backend's time, and of the memory before a soak
+LIMITS = {ATTENTION_OP: 1.0, STEP_OP: 1.01, FIRST_TOKEN_OP: 1.0}
+MANY_HEADS_LIMIT = 0.97
+MEMORY_LIMIT = 1.01
+# of the engine's own backends: attention, its metadata on the device, cache, indexer, selection
+ATTENTION = re.compile(
+    r"flash|mla|fmha|attn|_fwd_(grouped_)?kernel_stage|indexer|mqa_logits|top_?k_per_row|topk"
+    r"|global_index|cp_gather|concat_and_cache",
+    re.IGNORECASE,
+)
+
+
+def attention_us(kernels: dict[str, float], own: re.Pattern[str]) -> float:
+    return sum(us for name, us in kernels.items() if own.match(name) or ATTENTION.search(name))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one thing by backend: a step, the attention in it, or a first token.
+
+    workload  the model, the batch and the tokens of each request
+    """
+
+    scenario: str
+    op: str
+    workload: str
+    rounds: int
+    us: dict[str, Spread]
+
+    @property
+    def ours(self) -> str:
+        return next(backend for backend in self.us if is_ours(backend))
+
+    @property
+    def best(self) -> str:
+        others = (backend for backend in self.us if backend != self.ours)
+        return min(others, key=lambda backend: self.us[backend].p50)
+
+    @property
+    def ratio(self) -> float:
+        """Our time over the best other one."""
+        return self.us[self.ours].p50 / self.us[self.best].p50
+
+    @property
+    def limit(self) -> float:
+        if self.op != ATTENTION_OP:
+            return LIMITS[self.op]
+        return MANY_HEADS_LIMIT if "h128" in self.workload else LIMITS[self.op]
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of `mlakit bench` that say the same."""
+        ours = self.us[self.ours].p50
+        for backend, us in self.us.items():
+            is_other = backend != self.ours
+            speedup = Spread(*(each / ours for each in (us.p20, us.p50, us.p80)))
+            yield Row(
+                workload=f"{self.op}-{self.workload}",
+                op=self.op,
+                implementation=backend if is_other else MLAKIT,
+                rounds=self.rounds,
+                us=us,
+                flops=0,
+                bytes=0,
+                speedup=speedup if is_other else None,
+                min_speedup=None,
+            )
+
+
+def times_of(found: Results) -> Iterator[Times]:
+    """Yield the times of ours beside those of other backends."""
+    own = own_kernels()
+    for (scenario, model), by_backend in found.items():
+        made: dict[tuple[str, str, int], dict[str, Spread]] = {}
+        for backend, result in by_backend.items():
+            for each in result["tasks"]:
+                for op, workload, rounds, us in timed(each, own):
+                    made.setdefault((op, f"{model}-{workload}", rounds), {})[backend] = us
+        for (op, workload, rounds), spreads in made.items():
+            if any(map(is_ours, spreads)) and not all(map(is_ours, spreads)):
+                yield Times(scenario, op, workload, rounds, spreads)
+
+
+def timed(result: dict[str, Any], own: re.Pattern[str]) -> Iterator[tuple[str, str, int, Spread]]:
+    """Yield what is timed, the workload, how often, and the microseconds, of one task's result."""
+    task = result["task"]
+    if task["kind"] == "first_token":
+        times = [1e3 * ms for ms in result["all_ms"][1:]]
+        yield FIRST_TOKEN_OP, str(task["length"]), len(times), Spread.of(times)
+    elif task["kind"] == "speed":
+        workload = f"b{task['batch']}-{task['context']}"
+        times = [1e3 * ms for ms in result.get("all_ms") or [result["step_ms"]]]
+        yield STEP_OP, workload, len(times), Spread.of(times)
+        if result["kernels_us"]:
+            us = attention_us(result["kernels_us"], own)
+            yield ATTENTION_OP, workload, 1, Spread(us, us, us)
+
+
+def report(found: Results) -> int:
+    """Print tables; return the number of comparisons that do not hold."""
+    misses = 0
+    for (name, model), by_backend in found.items():
+        ours = [backend for backend in by_backend if is_ours(backend)]
+        if not ours:
+            continue
+        for index, task in enumerate(by_backend[ours[0]]["tasks"]):
+            tasks = {
+                backend: each["tasks"][index]
+                for backend, each in by_backend.items()
+                if index < len(each["tasks"])
+            }
+            kind = task["task"]["kind"]
+            if kind == "tokens" and len(tasks) > 1:
+                there = {backend: by_backend[backend] for backend in tasks}
+                misses += report_tokens(f"{name} {model}", there, index, ours[0])
+            elif kind == "soak":
+                misses += report_soak(f"{name} {model}", tasks[ours[0]])
+    return misses + report_http(found) + report_times(list(times_of(found)))
+
+
+def report_http(found: Results) -> int:
+    """A server has the tokens of the engine that runs in one process."""
+    misses = 0
+    for (name, model), by_backend in found.items():
+        engine = found.get(("tokens", model), {})
+        for backend, result in by_backend.items() if name == "tokens-http" else ():
+            if backend in engine:
+                served, alone = (each["tasks"][0]["tokens"] for each in (result, engine[backend]))
+                equal = sum(a == b for a, b in zip(served, alone, strict=True))
+                misses += equal < len(alone)
+                CONSOLE.print(f"{name} {model} {backend}: {equal} of {len(alone)} as without HTTP")
+    return misses
+
+
+def report_soak(title: str, result: dict[str, Any]) -> int:
+    """A request has the tokens that it has alone, and memory does not grow."""
+    CONSOLE.print(title, {key: value for key, value in result.items() if key != "task"})
+    is_grown = result["memory_after"] > MEMORY_LIMIT * result["memory_before"]
+    misses: int = bool(result["different_alone"]) + (result["compared_alone"] == 0) + is_grown
+    return misses
+
+
+def report_tokens(title: str, by_backend: dict[str, Any], index: int, ours: str) -> int:
+    """Ours may differ from another backend about as much as the others differ without us.
+
+    They differ from each other, and from themselves where the same requests arrive otherwise.
+    """
+    runs = {
+        backend: [task for task in each["tasks"] if task["task"]["kind"] == "tokens"]
+        for backend, each in by_backend.items()
+    }
+    mine = runs.pop(ours)[index]
+    yardsticks = [
+        (f"{a} and {b}", difference(one[index], other[index]))
+        for (a, one), (b, other) in combinations(runs.items(), 2)
+    ] + [
+        (f"{backend}, other arrivals", difference(*pair))
+        for backend, each in runs.items()
+        for pair in combinations(each, 2)
+        if all(run["task"]["lengths"] == mine["task"]["lengths"] for run in pair)
+    ]
+    table = Table("ours and", "same tokens", "logprobs, mean", "largest", title=title)
+    most = MEAN_LIMIT * max((each.mean for _, each in yardsticks), default=0.0)
+    misses = 0
+    for backend, tasks in runs.items():
+        found = difference(mine, tasks[index])
+        misses += found.equal < found.requests and found.mean > most
+        table.add_row(backend, *found.cells())
+    table.add_section()
+    for name, found in yardsticks:
+        table.add_row(name, *found.cells())
+    CONSOLE.print(table)
+    return misses
+
+
+def report_times(times: list[Times]) -> int:
+    """Ours may take as long as the best of the others, with some margin for the whole step."""
+    misses = 0
+    for scenario, made in groupby(times, lambda each: each.scenario):
+        group = list(made)
+        steps = {each.workload: each.us[each.ours].p50 for each in group if each.op == STEP_OP}
+        columns = ("workload", "best other", "its ms", "our ms", "ratio", "share of our step")
+        table = Table(*columns, title=scenario)
+        for each in group:
+            best, ours = each.us[each.best].p50, each.us[each.ours].p50
+            is_missed = each.ratio > each.limit
+            misses += is_missed
+            cells = [f"{best / 1e3:.3f}", f"{ours / 1e3:.3f}", f"{each.ratio:.3f}"]
+            if each.op == ATTENTION_OP:
+                cells.append(f"{ours / steps[each.workload]:.0%}")
+            style = "red" if is_missed else None
+            table.add_row(f"{each.op}-{each.workload}", each.best, *cells, style=style)
+        CONSOLE.print(table)
+    return misses
+
+
+def save(found: Results, file: Path, command: str) -> None:
+    """Write the times as reports of `mlakit bench`, one a scenario, and charts of attention."""
+    environment: dict[str, object] = next(
+        (
+            each["environment"]
+            for by_backend in found.values()
+            for backend, each in by_backend.items()
+            if is_ours(backend) and "environment" in each
+        ),
+        {},
+    )
+    reports = {
+        scenario: Report(
+            suite=scenario,
+            command=command,
+            environment=environment,
+            rows=[row for each in group for row in each.rows()],
+            left_out=(),
+            mode="serve",
+        )
+        for scenario, group in groupby(times_of(found), lambda each: each.scenario)
+    }
+    for scenario, made in reports.items():
+        path = file.with_name(f"{file.stem}-{scenario}.json")
+        path.write_text(json.dumps(made.as_json(), indent=1) + "\n")
+        CONSOLE.print(path)
