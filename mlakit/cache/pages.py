@@ -8,14 +8,15 @@ partly filled last page while that page is shared, it gets a page of its own, an
 the existing rows (`PageCopy`). A full page is never copied.
 
 A sequence whose first tokens are not read again, as behind a sliding window, drops their pages:
-`drop_before`. Their places hold `UNUSED_PAGE`, in its page table too.
+`drop_before`. New tokens that are not stored at all get no pages: `first_kept` of `append_batch`.
+The places of such pages hold `UNUSED_PAGE`, in the page table too.
 
 Every call is atomic, also with several threads. After each call, also a failed one:
 
     a page is either free or used by at least one live sequence
     the reference count of a page is the number of live sequences that use it
     a live sequence of `length` tokens uses exactly ceil(length / page_size) different pages, less
-    those that it dropped
+    those that it dropped or never got
 
 A step of a serving loop:
 
@@ -64,12 +65,15 @@ class PagedSequence:
     If a handle is dropped without `PageAllocator.free`, its pages stay allocated.
     """
 
-    __slots__ = ("_allocator", "_length", "_pages")
+    __slots__ = ("_allocator", "_dropped", "_length", "_pages")
 
-    def __init__(self, allocator: PageAllocator, pages: Iterable[int], length: int) -> None:
+    def __init__(
+        self, allocator: PageAllocator, pages: Iterable[int], length: int, dropped: int = 0
+    ) -> None:
         self._allocator = allocator
         self._pages = array("i", pages)
         self._length = length
+        self._dropped = dropped  # so many of the first pages are unused
 
     def __repr__(self) -> str:
         if not self.is_live:
@@ -205,9 +209,16 @@ class PageAllocator:
 
     @_locked
     def append_batch(
-        self, sequences: Iterable[PagedSequence], counts: Iterable[int]
+        self,
+        sequences: Iterable[PagedSequence],
+        counts: Iterable[int],
+        *,
+        first_kept: Iterable[int] | None = None,
     ) -> list[PageCopy]:
         """Append counts[i] tokens to each of several different sequences, all or none.
+
+        first_kept  the first token of each sequence that is stored; None: all are. Pages of new
+                    tokens that are all before it are not taken, as if they were dropped
 
         No page is the target of two copies or both source and target: copies may run in any order.
         """
@@ -220,7 +231,15 @@ class PageAllocator:
         checked = dims.integers("counts", counts, 0)
         must = f"have one entry per sequence, {len(members)}"
         dims.require(len(checked) == len(members), "counts", must, len(checked))
-        return self._grow(dims.op, members, checked)
+        if first_kept is None:
+            return self._grow(dims.op, members, checked)
+        firsts = dims.integers("first_kept", first_kept, 0)
+        dims.require(len(firsts) == len(members), "first_kept", must, len(firsts))
+        for i, (sequence, count, first) in enumerate(zip(members, checked, firsts, strict=True)):
+            length = sequence._length + count
+            within = f"not exceed the new length of sequence, {length}"
+            dims.require(first <= length, f"first_kept[{i}]", within, first)
+        return self._grow(dims.op, members, checked, firsts)
 
     @_locked
     def truncate(self, sequence: PagedSequence, length: int) -> None:
@@ -232,6 +251,7 @@ class PageAllocator:
         self._release(sequence._pages[kept_pages:])
         del sequence._pages[kept_pages:]
         sequence._length = kept_tokens
+        sequence._dropped = min(sequence._dropped, kept_pages)
 
     @_locked
     def drop_before(self, sequence: PagedSequence, token: int) -> None:
@@ -244,11 +264,11 @@ class PageAllocator:
         end = dims.integer("token", token, 0)
         must = f"not exceed the length of sequence, {sequence._length}"
         dims.require(end <= sequence._length, "token", must, end)
-        last = first = end // self.page_size
-        while first and sequence._pages[first - 1] != UNUSED_PAGE:
-            first -= 1
-        self._release(sequence._pages[first:last])
-        sequence._pages[first:last] = array("i", [UNUSED_PAGE]) * (last - first)
+        first, last = sequence._dropped, end // self.page_size
+        if last > first:
+            self._release(sequence._pages[first:last])
+            sequence._pages[first:last] = array("i", [UNUSED_PAGE]) * (last - first)
+            sequence._dropped = last
 
     @_locked
     def fork(self, sequence: PagedSequence, length: int | None = None) -> PagedSequence:
@@ -261,7 +281,7 @@ class PageAllocator:
         shared = sequence._length if length is None else _length_within(dims, sequence, length)
         pages = sequence._pages[: self._pages_for(shared)]
         self._share(pages)
-        return self._admit(pages, shared)
+        return self._admit(pages, shared, min(sequence._dropped, len(pages)))
 
     @_locked
     def adopt(self, page_ids: Iterable[int], length: int) -> PagedSequence:
@@ -324,18 +344,31 @@ class PageAllocator:
         return _as_tensor(array("i", [sequence._length for sequence in members]), device)
 
     def _grow(
-        self, op: str, sequences: Sequence[PagedSequence], counts: Sequence[int]
+        self,
+        op: str,
+        sequences: Sequence[PagedSequence],
+        counts: Sequence[int],
+        first_kept: Sequence[int] | None = None,
     ) -> list[PageCopy]:
         lengths = [s._length + count for s, count in zip(sequences, counts, strict=True)]
         new_pages = [
             self._pages_for(length) - len(s._pages)
             for s, length in zip(sequences, lengths, strict=True)
         ]
+        unused = [
+            min(max(first // self.page_size - len(s._pages), 0), needed)
+            for s, first, needed in zip(
+                sequences, first_kept or [0] * len(sequences), new_pages, strict=True
+            )
+        ]
         tails = self._tails_to_copy(sequences, counts)
-        self._require_free(op, len(tails) + sum(new_pages))
+        self._require_free(op, len(tails) + sum(new_pages) - sum(unused))
         copies = [self._copy_tail(sequence) for sequence in tails]
-        for sequence, length, needed in zip(sequences, lengths, new_pages, strict=True):
-            sequence._pages.extend(self._take(needed))
+        for sequence, length, needed, skipped in zip(
+            sequences, lengths, new_pages, unused, strict=True
+        ):
+            sequence._pages.extend(array("i", [UNUSED_PAGE]) * skipped)
+            sequence._pages.extend(self._take(needed - skipped))
             sequence._length = length
         return copies
 
@@ -365,8 +398,8 @@ class PageAllocator:
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _admit(self, pages: Iterable[int], length: int) -> PagedSequence:
-        sequence = PagedSequence(self, pages, length)
+    def _admit(self, pages: Iterable[int], length: int, dropped: int = 0) -> PagedSequence:
+        sequence = PagedSequence(self, pages, length, dropped)
         self._live.add(sequence)
         return sequence
 

@@ -36,4 +36,7 @@ def assert_consistent(allocator: PageAllocator) -> None:
         assert len(sequence.pages) == ceil(sequence.length / allocator.page_size)
         used = pages_in_use(sequence)
         assert len(set(used)) == len(used)
-        assert [*sequence.pages[len(sequence.pages) - len(used) :]] == used
+        dropped = sequence._dropped
+        assert {*sequence.pages[:dropped]} <= {UNUSED_PAGE}
+        if sequence.length % allocator.page_size:
+            assert sequence.pages[-1] != UNUSED_PAGE

@@ -171,6 +171,27 @@ def test_dropped_tokens_do_not_come_back():
     assert allocator.num_free_pages == 4
 
 
+def test_new_tokens_that_are_not_stored_get_no_pages():
+    allocator = PageAllocator(4, 4)
+    sequence = allocator.reserve(6)
+    kept = sequence.pages
+    assert allocator.append_batch([sequence], [25], first_kept=[29]) == []
+    assert sequence.pages == (*kept, -1, -1, -1, -1, -1, sequence.pages[-1])
+    assert allocator.num_free_pages == 1
+    allocator.drop_before(sequence, 30)  # also the pages before the unused ones
+    assert allocator.num_free_pages == 3
+    with raises(
+        "PageAllocator.append_batch: first_kept[0] must not exceed the new length of sequence, "
+        "33, got 34"
+    ):
+        allocator.append_batch([sequence], [2], first_kept=[34])
+    with raises(
+        "PageAllocator.append_batch: first_kept must have one entry per sequence, 1, got 2"
+    ):
+        allocator.append_batch([sequence], [2], first_kept=[0, 0])
+    assert (sequence.length, allocator.num_free_pages) == (31, 3)
+
+
 def test_append_after_a_rollback_copies_the_page_a_fork_still_reads():
     allocator = PageAllocator(3, 4)
     sequence = allocator.reserve(8)
