@@ -146,6 +146,7 @@ class DecodeArguments(NamedTuple):
     q_rope: Tensor | None  # [tokens, heads, D_R]; filled in
     q_scale: Tensor | None  # [tokens] float32: q = stored q · q_scale
     q_starts: Tensor | None  # [batch + 1]; filled in
+    most_queries: int  # that a request can have; filled in
     softmax_scale: float
     mask: Mask
     sink: Tensor | None  # [heads] float32

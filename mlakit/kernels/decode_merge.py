@@ -31,6 +31,7 @@ from mlakit.plan import DecodePlanTensors
 
 PROGRAMS_PER_SM = 4  # that run at once
 INVARIANT_SPLITS = 16  # of a request, whatever the batch
+INVARIANT_QUERIES = 8  # of a request that is split: the last token and 7 drafts
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,13 @@ class RowTileSplits:
 NO_SPLITS = RowTileSplits(0, 0, 0, 1, 1, NULL, UNSHARDED)
 
 
-SMALL_SCRATCH_BYTES = 64 * 2**20
+def rows_per_slot(plan: DecodePlanTensors, *, most_queries: int, padded_heads: int) -> int:
+    """Return the rows of a slot: those the plan was made for; else room for as many queries as a
+    request that is split may have.
 
-
-def rows_per_slot(plan: DecodePlanTensors, *, rows: int, all_rows: int, v_width: int) -> int:
-    """Return the rows of a slot: those the plan was made for; else room for a request that has all
-    the queries."""
-    if plan.slot_rows > 0:
-        return plan.slot_rows
-    is_little = 4 * plan.max_partials * all_rows * v_width <= SMALL_SCRATCH_BYTES
-    return all_rows if is_little else rows
+    A request is split if its queries fit, so whether they do must not depend on the batch.
+    """
+    return plan.slot_rows or padded_heads * min(most_queries, INVARIANT_QUERIES)
 
 
 def clear_results(out: Tensor, lse: Tensor, q_starts: Tensor) -> None:

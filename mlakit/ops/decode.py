@@ -91,6 +91,7 @@ def mla_decode(
         q_rope=q_rope,
         q_scale=q_scale,
         q_starts=q_starts,
+        most_queries=0,
         softmax_scale=softmax_scale,
         mask=mask,
         sink=sink,
@@ -142,7 +143,13 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
         num_tokens=dims["tokens"],
         dtype=a.q.dtype,
     )
-    checked = a._replace(q=q_latent, q_rope=q_rope, q_starts=starts, softmax_scale=scale)
+    checked = a._replace(
+        q=q_latent,
+        q_rope=q_rope,
+        q_starts=starts,
+        most_queries=1 if a.q_starts is None else dims["tokens"],
+        softmax_scale=scale,
+    )
     problem = decode_problem(
         scheduled,
         _uses(a, q_latent, q_rope),

@@ -183,6 +183,8 @@ def plan_decode(
     Its splits, and the rounding of its result, then depend on its own length alone. The load of a
     CTA differs from the mean load by less than one split.
 
+    Kernels split no request that has more than 8 queries.
+
     Raises TypeError for what is no integer, ValueError for a negative length and sizes below 1.
     """
     dims = Dims("plan_decode")

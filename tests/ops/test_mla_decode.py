@@ -37,6 +37,8 @@ def test_slots_past_the_flat_list_may_be_anything():
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_merges_do_not_depend_on_the_batch(splits, backend, device):
     """The long request has many splits alone, and the requests of the batch few on average."""
+    if backend == "cpu" and device.type != "cpu":
+        pytest.skip("the cpu backend takes CPU tensors only")
     case = DecodeCase(
         heads=1,
         kv_lora_rank=16,
@@ -49,3 +51,24 @@ def test_merges_do_not_depend_on_the_batch(splits, backend, device):
         **splits,
     )
     case.run(device, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [4, pytest.param(9, marks=pytest.mark.thorough)])
+def test_whether_a_request_is_split_does_not_depend_on_the_batch(queries, device):
+    """The first request has more queries than the requests of the batch on average, and partials
+    with room for all queries of the batch would take more than 64 MB."""
+    case = DecodeCase(
+        heads=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        kv_lens=(320, 320, 320, 320),
+        q_lens=(queries, 1, 1, 1),
+        num_ctas=3,
+        fixed_split=16,
+        format="bf16",
+        dtype="bf16",
+        sharpness=2.0,
+        seed=0,  # of which the first request is also run alone
+    )
+    case.run(device, "triton")

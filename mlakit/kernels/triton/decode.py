@@ -72,7 +72,8 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
         capacity=capacity,
         rows=rows,
         all_rows=padded_heads * tokens,
-        v_width=tiles.v_width,
+        padded_heads=padded_heads,
+        most_queries=a.most_queries,
     )
     plan = splits if isinstance(splits, DecodePlanTensors) else None
     if plan is not None and plan.empty_requests.shape[0] > 0:
@@ -227,7 +228,8 @@ def _schedule(
     capacity: int,
     rows: int,
     all_rows: int,
-    v_width: int,
+    padded_heads: int,
+    most_queries: int,
 ) -> Schedule:
     """The schedule of a plan, of an even split, or of splits that depend on a request's own length.
 
@@ -235,11 +237,10 @@ def _schedule(
     rows      row tiles' rows of a request, on average
     all_rows  rows of all requests
     """
-    row_tiles = triton.cdiv(rows, config.block_m)
-    slot_rows = row_tiles * config.block_m
     if isinstance(splits, DecodePlanTensors):
         num_ctas = splits.cta_starts.shape[0] - 1
-        slot_rows = rows_per_slot(splits, rows=slot_rows, all_rows=all_rows, v_width=v_width)
+        slot_rows = rows_per_slot(splits, most_queries=most_queries, padded_heads=padded_heads)
+        row_tiles = triton.cdiv(rows, config.block_m)
         return Schedule((row_tiles, num_ctas), slot_rows, splits.max_partials)
     if isinstance(splits, EvenSplit):
         split_tiles, num_splits = 0, splits.num_splits

@@ -148,6 +148,23 @@ def test_fixed_splits_do_not_depend_on_the_batch(heads):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("format", ["bf16", "fp8_token"])
+def test_whether_a_request_is_split_does_not_depend_on_the_batch(heads, format):
+    """Partials with room for all queries of the batch would take more than 64 MB."""
+    run(
+        kv_lens=(1400,) * 7,
+        q_lens=(2, 4, 1, 4, 1, 1, 1),
+        seed=1,  # of which the second request is also run alone
+        format=format,
+        heads=heads,
+        num_ctas=11,
+        tile=64,
+        fixed_split=64,
+    )
+
+
+@pytest.mark.gpu
 @KERNELS
 @pytest.mark.parametrize("fields", [{"deterministic": True}, {"num_splits": 5}], ids=str)
 def test_splits_that_do_not_depend_on_the_batch(fields, heads):

@@ -102,12 +102,8 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
         plan = _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, tokens, own_splits)
     head_tiles = triton.cdiv(heads, tiles.rows)
     request_tiles = triton.cdiv(tokens, batch) * head_tiles
-    slot_rows = rows_per_slot(
-        plan,
-        rows=request_tiles * tiles.rows,
-        all_rows=tokens * head_tiles * tiles.rows,
-        v_width=out.shape[-1],
-    )
+    padded_heads = head_tiles * tiles.rows
+    slot_rows = rows_per_slot(plan, most_queries=a.most_queries, padded_heads=padded_heads)
     partial_rows = plan.max_partials * slot_rows
     partial_out = workspace.scratch((partial_rows, out.shape[-1]), torch.float32, out.device)
     partial_lse = workspace.scratch((partial_rows,), torch.float32, out.device)
@@ -173,7 +169,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
         partial_starts=plan.partial_starts,
         q_starts=q_starts,
         kv_lens=kv_lens,
-        padded_heads=head_tiles * tiles.rows,
+        padded_heads=padded_heads,
         slot_rows=slot_rows,
         is_batch_invariant=a.is_batch_invariant,
         sink=sink,
