@@ -307,6 +307,7 @@ class Origins:
         values, gaps, tuples = list(arguments), [], []
         for at, value in enumerate(arguments):
             if isinstance(value, tuple):
+                values[at] = None  # its pointers would keep the tensors of this call alive
                 tuples.append((at, self._arguments(value)))
             elif isinstance(value, Pointer):
                 origin = self._origin(value.tensor)

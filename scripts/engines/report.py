@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -90,8 +91,22 @@ ATTENTION = re.compile(
 )
 
 
-def attention_us(kernels: dict[str, float], own: re.Pattern[str]) -> float:
-    return sum(us for name, us in kernels.items() if own.match(name) or ATTENTION.search(name))
+def attention_us(kernels: dict[str, Any], own: re.Pattern[str]) -> float:
+    """Microseconds of a step in which a kernel of attention runs.
+
+    A kernel that is launched before the one ahead of it has ended waits for it: their times overlap.
+    """
+    chosen = {
+        number
+        for number, name in enumerate(kernels["names"])
+        if own.match(name) or ATTENTION.search(name)
+    }
+    total, end = 0.0, float("-inf")
+    for number, start, us in sorted(kernels["runs"], key=itemgetter(1)):
+        if number in chosen:
+            total += max(start + us - max(start, end), 0.0)
+            end = max(end, start + us)
+    return total / kernels["steps"]
 
 
 @dataclass(frozen=True)
@@ -170,8 +185,8 @@ def timed(result: dict[str, Any], own: re.Pattern[str]) -> Iterator[tuple[str, s
         workload = f"b{task['batch']}-{task['context']}"
         times = [1e3 * ms for ms in result.get("all_ms") or [result["step_ms"]]]
         yield STEP_OP, workload, len(times), Spread.of(times)
-        if result["kernels_us"]:
-            us = attention_us(result["kernels_us"], own)
+        if result.get("kernels", {}).get("runs"):
+            us = attention_us(result["kernels"], own)
             yield ATTENTION_OP, workload, 1, Spread(us, us, us)
 
 

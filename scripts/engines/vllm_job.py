@@ -15,7 +15,6 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -142,7 +141,7 @@ def finished(output: Any) -> dict[str, Any]:
 
 
 def speed(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of a decode step, and microseconds of each kernel in it, for one batch.
+    """Milliseconds of a decode step, and the kernels in some more, for one batch.
 
     batch, context  requests, each with a prompt of its own, and tokens of each
     steps           how many are timed
@@ -170,23 +169,28 @@ def speed(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
     return {
         "step_ms": statistics.median(times),
         "all_ms": times,
-        "kernels_us": {name: us / PROFILED_STEPS for name, us in kernels.items()},
+        "kernels": kernels,
     }
 
 
-def profiled(engine: Engine) -> Counter[str]:
-    """Return the microseconds of every kernel in PROFILED_STEPS steps."""
-    found: Counter[str] = Counter()
+def profiled(engine: Engine) -> dict[str, Any]:
+    """Names of kernels, and every run of one in PROFILED_STEPS steps.
+
+    A run is the number of its name, its start and its microseconds. Runs may overlap.
+    """
     if not torch.cuda.is_available():
-        return found
+        return {"steps": 0, "names": [], "runs": []}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED_STEPS):
             engine.step()
         synchronize()
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name] += event.device_time
-    return found
+    numbers: dict[str, int] = {}
+    runs = [
+        (numbers.setdefault(event.name, len(numbers)), event.time_range.start, event.device_time)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return {"steps": PROFILED_STEPS, "names": list(numbers), "runs": runs}
 
 
 def first_token(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:

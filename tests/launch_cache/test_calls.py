@@ -29,6 +29,7 @@ from tests.launch_cache.recorded_calls import (
     add_both,
     complaining,
     floats,
+    four_times,
     multiply,
     new,
     op,
@@ -256,6 +257,20 @@ def test_constants_are_kept(op):
     assert kept() is not None
     assert call(values()).tolist() == [14, 14]
     assert call.ran == 2
+
+
+@pytest.mark.parametrize("body", [four_times, add_both])
+def test_a_recording_keeps_no_tensor_of_its_call(op, body):
+    def tensors() -> int:
+        gc.collect()
+        return sum(type(each) is Tensor for each in gc.get_objects())
+
+    call = op(body)
+    before = tensors()
+    for _ in range(2):
+        call(values(), values())
+    assert call.ran == 2
+    assert tensors() == before
 
 
 # --- tensors that change, devices, torch's help -------------------------------------------------
