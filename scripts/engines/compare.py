@@ -128,7 +128,7 @@ class Scenario:
         return any(task["kind"] != "tokens" for task in self.tasks)
 
 
-def _speed_tasks(steps: int = 24) -> list[dict[str, Any]]:
+def _speed_tasks(steps: int = 96) -> list[dict[str, Any]]:
     pairs = [(b, c) for c in CONTEXTS for b in BATCHES if b * c <= MOST_TOKENS]
     return [
         {"kind": "speed", "batch": batch, "context": context, "steps": steps}

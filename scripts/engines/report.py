@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, groupby
@@ -21,7 +22,7 @@ from rich.table import Table
 from mlakit.tools.bench.measure import Spread
 from mlakit.tools.bench.report import MLAKIT, Report, Row
 
-CONSOLE = Console()
+CONSOLE = Console(width=None if sys.stdout.isatty() else 120)
 # results by scenario and model, then by backend
 Results: TypeAlias = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
@@ -94,7 +95,8 @@ ATTENTION = re.compile(
 def attention_us(kernels: dict[str, Any], own: re.Pattern[str]) -> float:
     """Microseconds of a step in which a kernel of attention runs.
 
-    A kernel that is launched before the one ahead of it has ended waits for it: their times overlap.
+    A kernel that is launched before the one ahead of it has ended waits for it: their times
+    overlap.
     """
     chosen = {
         number
@@ -106,7 +108,8 @@ def attention_us(kernels: dict[str, Any], own: re.Pattern[str]) -> float:
         if number in chosen:
             total += max(start + us - max(start, end), 0.0)
             end = max(end, start + us)
-    return total / kernels["steps"]
+    steps: int = kernels["steps"]
+    return total / steps
 
 
 @dataclass(frozen=True)
