@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -61,6 +61,57 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
             a, b = one["logprobs"][request][position], other["logprobs"][request][position]
             found += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
     return Difference(len(one["tokens"]), equal, fmean(found), max(found))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Our tokens beside those of another backend.
+
+    others  the largest difference, by its mean, of two runs without us: of two other backends, or
+            of one whose requests arrive otherwise; None without such runs
+    """
+
+    scenario: str
+    model: str
+    backend: str
+    found: Difference
+    others: Difference | None
+
+    @property
+    def is_missed(self) -> bool:
+        """Ours may differ from another backend about as much as the others differ without us."""
+        if self.found.equal == self.found.requests:
+            return False
+        return self.others is None or self.found.mean > MEAN_LIMIT * self.others.mean
+
+
+def compared(found: Results) -> Iterator[Compared]:
+    """Yield our tokens beside those of every other backend, for each set of requests."""
+    for (scenario, model), by_backend in found.items():
+        runs = {
+            backend: [task for task in each["tasks"] if task["task"]["kind"] == "tokens"]
+            for backend, each in by_backend.items()
+        }
+        ours = [runs.pop(backend) for backend in by_backend if is_ours(backend)]
+        for index, mine in enumerate(ours[0] if ours else ()):
+            others = largest_difference(runs, index)
+            for backend, tasks in runs.items():
+                if index < len(tasks):
+                    near = difference(mine, tasks[index])
+                    yield Compared(scenario, model, backend, near, others)
+
+
+def largest_difference(runs: dict[str, list[dict[str, Any]]], index: int) -> Difference | None:
+    """Return the largest difference of two runs of the requests of one task."""
+    same_task = [tasks[index] for tasks in runs.values() if index < len(tasks)]
+    pairs = [*combinations(same_task, 2)]
+    for tasks in runs.values():
+        pairs += [
+            pair
+            for pair in combinations(tasks, 2)
+            if all(task["task"]["lengths"] == same_task[0]["task"]["lengths"] for task in pair)
+        ]
+    return max((difference(*pair) for pair in pairs), key=lambda each: each.mean, default=None)
 
 
 def own_kernels() -> re.Pattern[str]:
@@ -195,23 +246,12 @@ def timed(result: dict[str, Any], own: re.Pattern[str]) -> Iterator[tuple[str, s
 
 def report(found: Results) -> int:
     """Print tables; return the number of comparisons that do not hold."""
-    misses = 0
+    misses = report_tokens(list(compared(found)))
     for (name, model), by_backend in found.items():
-        ours = [backend for backend in by_backend if is_ours(backend)]
-        if not ours:
-            continue
-        for index, task in enumerate(by_backend[ours[0]]["tasks"]):
-            tasks = {
-                backend: each["tasks"][index]
-                for backend, each in by_backend.items()
-                if index < len(each["tasks"])
-            }
-            kind = task["task"]["kind"]
-            if kind == "tokens" and len(tasks) > 1:
-                there = {backend: by_backend[backend] for backend in tasks}
-                misses += report_tokens(f"{name} {model}", there, index, ours[0])
-            elif kind == "soak":
-                misses += report_soak(f"{name} {model}", tasks[ours[0]])
+        for backend, result in by_backend.items():
+            for task in result["tasks"] if is_ours(backend) else ():
+                if task["task"]["kind"] == "soak":
+                    misses += report_soak(f"{name} {model}", task)
     return misses + report_http(found) + report_times(list(times_of(found)))
 
 
@@ -237,37 +277,17 @@ def report_soak(title: str, result: dict[str, Any]) -> int:
     return misses
 
 
-def report_tokens(title: str, by_backend: dict[str, Any], index: int, ours: str) -> int:
-    """Ours may differ from another backend about as much as the others differ without us.
-
-    They differ from each other, and from themselves where the same requests arrive otherwise.
-    """
-    runs = {
-        backend: [task for task in each["tasks"] if task["task"]["kind"] == "tokens"]
-        for backend, each in by_backend.items()
-    }
-    mine = runs.pop(ours)[index]
-    yardsticks = [
-        (f"{a} and {b}", difference(one[index], other[index]))
-        for (a, one), (b, other) in combinations(runs.items(), 2)
-    ] + [
-        (f"{backend}, other arrivals", difference(*pair))
-        for backend, each in runs.items()
-        for pair in combinations(each, 2)
-        if all(run["task"]["lengths"] == mine["task"]["lengths"] for run in pair)
-    ]
-    table = Table("ours and", "same tokens", "logprobs, mean", "largest", title=title)
-    most = MEAN_LIMIT * max((each.mean for _, each in yardsticks), default=0.0)
-    misses = 0
-    for backend, tasks in runs.items():
-        found = difference(mine, tasks[index])
-        misses += found.equal < found.requests and found.mean > most
-        table.add_row(backend, *found.cells())
-    table.add_section()
-    for name, found in yardsticks:
-        table.add_row(name, *found.cells())
-    CONSOLE.print(table)
-    return misses
+def report_tokens(rows: list[Compared]) -> int:
+    columns = ("scenario", "model", "ours and", "same tokens", "logprobs, mean", "largest")
+    table = Table(*columns, "others, mean", "largest", title="tokens")
+    for row in rows:
+        style = "red" if row.is_missed else None
+        names = (row.scenario, row.model, row.backend)
+        others = row.others.cells()[1:] if row.others else ()
+        table.add_row(*names, *row.found.cells(), *others, style=style)
+    if rows:
+        CONSOLE.print(table)
+    return sum(row.is_missed for row in rows)
 
 
 def report_times(times: list[Times]) -> int:
@@ -292,7 +312,7 @@ def report_times(times: list[Times]) -> int:
 
 
 def save(found: Results, file: Path, command: str) -> None:
-    """Write the times as reports of `mlakit bench`, one a scenario, and charts of attention."""
+    """Write FILE-SCENARIO.json of times, as `mlakit bench` does, and FILE-tokens.json."""
     environment: dict[str, object] = next(
         (
             each["environment"]
@@ -313,7 +333,13 @@ def save(found: Results, file: Path, command: str) -> None:
         )
         for scenario, group in groupby(times_of(found), lambda each: each.scenario)
     }
-    for scenario, made in reports.items():
-        path = file.with_name(f"{file.stem}-{scenario}.json")
-        path.write_text(json.dumps(made.as_json(), indent=1) + "\n")
+    files = {scenario: made.as_json() for scenario, made in reports.items()}
+    files["tokens"] = {
+        "command": command,
+        "environment": environment,
+        "rows": [asdict(row) for row in compared(found)],
+    }
+    for name, content in files.items():
+        path = file.with_name(f"{file.stem}-{name}.json")
+        path.write_text(json.dumps(content, indent=1) + "\n")
         CONSOLE.print(path)
