@@ -204,13 +204,12 @@ class DenseBackend(AttentionBackend):
     ) -> Tensor:
         """Return [tokens, heads · D_C] over the cache."""
         heads, latent = layer.tp_q_head_num, layer.v_head_dim
-        # DeepSeek layers transpose q after its product with W_UK: q is heads-major.
-        # Hopper's sparse kernels need the heads of a token together, its decode kernels do not
-        if topk_indices is not None or q.shape[1:] != (heads, latent):
+        width = layer.qk_head_dim if q_rope is None else latent
+        # DeepSeek layers transpose q after its product with W_UK: q is heads-major, as kernels
+        # take it
+        if q.shape[1:] != (heads, width):
             q = q.contiguous()
-        parts: Tensor | tuple[Tensor, Tensor] = q.view(
-            -1, heads, layer.qk_head_dim if q_rope is None else latent
-        )
+        parts: Tensor | tuple[Tensor, Tensor] = q.view(-1, heads, width)
         if q_rope is not None:
             parts = q.view(-1, heads, latent), q_rope.view(-1, heads, layer.qk_head_dim - latent)
         out, _ = self._attend(parts, layer, topk_indices, sink)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import mlakit
-from mlakit import KVShard, PagedLatentCache
+from mlakit import KVShard, PagedLatentCache, UnsupportedError
+from mlakit.dispatch.checks import Dims
 from mlakit.integrations import steps
 from mlakit.integrations.steps import DecodeBatch
 from mlakit.parallel.select import best_of_rank, best_of_ranks, own_positions
@@ -98,6 +99,19 @@ def sparse(
         q_latent, pool, rows, q_rope=q_rope, softmax_scale=softmax_scale, sink=sink
     )
     return out, lse
+
+
+def check_sinks(backend: str, sinks: Tensor, heads: int, context_ranks: int) -> None:
+    """Check the sinks of a sparse layer, one for each of its heads.
+
+    context_ranks  that share the tokens of each request: each attends with the heads of all of
+                   them, whose sinks it has not
+    """
+    Dims(backend, heads=heads).match("sinks", sinks, "heads", dtypes=[torch.float32])
+    if context_ranks > 1:
+        raise UnsupportedError(
+            f"{backend}: sinks need a decode context parallel size of 1, got {context_ranks}"
+        )
 
 
 def prefill(

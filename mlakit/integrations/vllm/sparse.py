@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from mlakit import KVShard
-from mlakit.dispatch.checks import Dims
 from mlakit.integrations.vllm import calls, plugin, seams
 from mlakit.integrations.vllm.cached_layer import CachedLayer
 from mlakit.integrations.vllm.dense import DenseBackend, warm_up
@@ -93,13 +91,13 @@ class SparseImpl(CachedLayer, SparseMLACommonImpl):
 
     def __init__(self, *arguments: Any, sinks: Tensor | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.config = seams.get_current_vllm_config()
         if sinks is not None:
-            dims = Dims(plugin.SPARSE, heads=self.num_heads)
-            dims.match("sinks", sinks, "heads", dtypes=[torch.float32])
+            ranks = self.config.parallel_config.decode_context_parallel_size
+            calls.check_sinks(plugin.SPARSE, sinks, self.num_heads, ranks)
             # vLLM's dense attention of short prompts has no sinks
             self.supports_dense_mha_prefill = False
         self.sinks = sinks
-        self.config = seams.get_current_vllm_config()
 
     @property
     def shard(self) -> KVShard | None:

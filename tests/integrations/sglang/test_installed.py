@@ -95,7 +95,7 @@ def test_the_replaced_selection_has_the_signature_of_the_indexers(name, monkeypa
     ("fake", "path"),
     [
         ("ForwardMode", "sglang.srt.model_executor.forward_batch_info"),
-        ("AttnForwardMethod", seams.SEAMS["AttnForwardMethod"]),
+        ("AttnForwardMethod", seams.SEAMS["AttnForwardMethod"].module),
     ],
 )
 def test_the_fake_engine_has_members_of_the_real_one(fake, path):

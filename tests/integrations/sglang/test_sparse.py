@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mlakit
 from mlakit import UnsupportedError, reference
 from mlakit.tools.testing import assert_matches, assert_same_bits
 from tests.integrations.sglang.driver import (
@@ -100,6 +101,29 @@ def test_tokens_attend_to_the_rows_that_the_indexer_selects(cache, q_lens, devic
         attn_sink=sink, **parts(q),
     )  # fmt: skip
     check_attention(engine, out, q, rows[:tokens], sink=sink.cpu())
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3 of DSA"])
+def test_queries_are_not_copied(cache, monkeypatch):
+    """The tokens of a head lie together, which sparse kernels take."""
+    engine = Engine(monkeypatch, LENGTHS, CPU, **SPARSE | {"cache": cache})
+    batch, seen = engine.batch(ForwardMode.DECODE), []
+    given = parts(queries(4, CPU))
+    assert not given["q"].is_contiguous()
+
+    def attend(q, *others, **named):
+        seen.append(q)
+        return q.contiguous(), None, None
+
+    monkeypatch.setattr(mlakit, "sparse_mla", attend)
+    engine.backend.init_forward_metadata(batch)
+    rows = torch.zeros(4, TOPK, dtype=torch.int32)
+    engine.backend.forward(
+        k=None, v=None, layer=engine.layer, forward_batch=batch, topk_indices=rows, **given
+    )
+    assert [(q.data_ptr(), q.stride()) for q in seen] == [
+        (given["q"].data_ptr(), given["q"].stride())
+    ]
 
 
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3 of DSA"])

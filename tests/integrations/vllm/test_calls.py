@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import mlakit
-from mlakit import KVShard, PagedLatentCache, reference
+from mlakit import KVShard, PagedLatentCache, UnsupportedError, reference
 from mlakit.integrations import steps
 from mlakit.integrations.vllm import calls, selection
 from mlakit.tools.testing import assert_matches, assert_same_bits, poison
@@ -319,6 +319,41 @@ def test_tokens_attend_to_their_selection(kind, with_sink, device):
     assert_matches("out", results[0][:tokens].cpu(), exact[0], naive[0])
     torch.testing.assert_close(results[1][:tokens].cpu().double(), exact[1], rtol=0, atol=2e-3)
     assert not results[0][tokens:].any()  # padding attends to nothing
+
+
+def test_sinks_are_those_of_the_heads_of_one_rank():
+    calls.check_sinks("NAME", torch.zeros(16), 16, context_ranks=1)
+    with pytest.raises(ValueError, match=r"^NAME: sinks\.shape\[0\] \(heads\) must .*, got 16"):
+        calls.check_sinks("NAME", torch.zeros(16), 32, context_ranks=1)
+    with pytest.raises(TypeError, match="^NAME: sinks must be float32, got bfloat16"):
+        calls.check_sinks("NAME", torch.zeros(16).bfloat16(), 16, context_ranks=1)
+    with pytest.raises(UnsupportedError, match=r"^NAME: sinks need .* of 1, got 2"):
+        calls.check_sinks("NAME", torch.zeros(16), 16, context_ranks=2)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_selection_by_queries_as_a_product_of_heads_leaves_them(kind, heads, device):
+    """Those of a head together, of every head's product or of a slice of more tokens."""
+    q_lens = [3, 4, 1, 2, 0, 0]
+    cache, tokens = cache_of(kind, LENGTHS, device), 10
+    topk, q = sparse_step(cache, q_lens, device)[:tokens], queries(tokens, device, heads)
+    longer = torch.full((heads, tokens + 3, 512), torch.nan, device=device).bfloat16()
+    longer[:, :tokens] = q[..., :512].transpose(0, 1)
+    results = [
+        calls.sparse(
+            (latent, q[..., 512:]), cache.pool, topk, cache.table, starts(q_lens, device), SCALE
+        )
+        for latent in (
+            q[..., :512].contiguous(),
+            q[..., :512].transpose(0, 1).contiguous().transpose(0, 1),
+            longer.transpose(0, 1)[:tokens],
+        )
+    ]
+    assert results[0][0].abs().amax((1, 2)).min() > 0
+    for other in results[1:]:
+        for name, one, wanted in zip(("out", "lse"), other, results[0], strict=True):
+            assert_same_bits(name, one, wanted)
 
 
 @pytest.mark.slow

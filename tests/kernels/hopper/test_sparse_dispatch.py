@@ -232,3 +232,15 @@ def test_queries_of_one_token_or_head_have_strides_that_tma_takes(launched):
     q_tiles = launched[0][2]["q"]
     assert [stride * 2 % 16 for stride in q_tiles.strides[:2]] == [0, 0]
     assert q_tiles.block_shape == [1, 64, 256]
+
+
+def test_queries_by_head_are_not_copied(launched):
+    """As a product per head leaves them, the tokens of a head lie together."""
+    q = torch.zeros(16, 5, 512, dtype=torch.bfloat16).transpose(0, 1)
+    q_rope = torch.zeros(5, 16, 192, dtype=torch.bfloat16)[..., 128:]
+    call(q=q, q_rope=q_rope, tokens=5)
+    given = launched[0][2]
+    assert given["q"].base.data_ptr() == q.data_ptr()
+    assert given["q"].strides == [512, 5 * 512, 1]
+    assert given["q_rope"].base.data_ptr() == q_rope.data_ptr()
+    assert given["q_rope"].strides == [16 * 192, 192, 1]
