@@ -19,13 +19,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
-MARKER = re.compile(r"(<!-- figure: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "vllm.md")
+MARKER = re.compile(r"(<!-- figure: ([a-z0-9_-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OURS = "mlakit"
 LEVEL = 0.005  # speeds that differ by less are the same
 NAMES = {
     "flash_mla": "FlashMLA", "fa3": "FlashAttention-3", "sdpa": "SDPA", "deep_gemm": "DeepGEMM",
     "eager": "eager torch", "bf16 rows": "its own bf16 rows", "bf16 matmul": "bf16 by cuBLAS",
+    "FLASHMLA": "FLASHMLA", "FLASH_ATTN_MLA": "FLASH_ATTN_MLA",
     "mlakit bf16": "its own bf16 prefill", "torch.topk": "`torch.topk`",
     "GEMMs + attention": "its products and attention alone", "mlakit, graph replay": "graph replay",
 }  # fmt: skip
@@ -35,6 +36,7 @@ TAKEN = {
     "h200-branch.json": ("2026-11-17", "3143066"),
     "h200-decode.json": ("2026-11-18", "420ec1f"),
     "h200-decode-host.json": ("2026-11-16", "6fbe756"),
+    "h200-engine-speed.json": ("2026-11-19", "efe7c76"),
     "h200-fp8.json": ("2026-11-18", "a5f8a03"),
     "h200-grid.json": ("2026-11-16", "6fbe756"),
     "h200-indexer.json": ("2026-11-17", "a23016b"),
@@ -103,6 +105,8 @@ class Figure:
         report = self.report()
         made = report["environment"]
         versions = f"torch {made['torch'].partition('+')[0]}, Triton {made['triton']}"
+        if "vllm" in made:
+            versions += f", vLLM {made['vllm']}"
         date, commit = TAKEN.get(self.file, (made.get("date", ""), made.get("commit") or ""))
         command = report["command"].replace("h200.json", "FILE").replace(self.file, "FILE")
         where = f"[{self.file}](data/{self.file})"
@@ -134,6 +138,7 @@ def span(ratios: list[float]) -> str:
     return f"{best} to {worst}"
 
 
+ENGINE = ("FLASHMLA", "FLASH_ATTN_MLA")  # backends of vLLM
 FLASH_MLA, FA3, SDPA, DEEP_GEMM, EAGER = "flash_mla", "fa3", "sdpa", "deep_gemm", "eager"
 FIGURES = {
     "decode": Figure("h200-decode.json", (FLASH_MLA, FA3), (FLASH_MLA, FA3), r"^decode-bf16"),
@@ -162,6 +167,10 @@ FIGURES = {
         "h200-long-context.json", ("GEMMs + attention",), ("GEMMs + attention",)
     ),
     "vllm": Figure("h200-vllm.json", (FLASH_MLA, FA3), (FLASH_MLA, FA3)),
+    **{
+        f"engine-{op}": Figure("h200-engine-speed.json", ENGINE, ENGINE, rf"^{op}")
+        for op in ("attention", "step", "first_token")
+    },
     "transformers": Figure("h200-transformers.json", ("mlakit, CUDA graph", EAGER, SDPA), (EAGER,)),
 }
 # a line each: the workload, the figure, and the peers of which the fastest counts
@@ -177,6 +186,7 @@ SUMMARY = (
     ("indexer scores", "indexer", (DEEP_GEMM,)),
     ("top-k of 2048", "topk", ("torch.topk",)),
     ("host time of a decode call", "decode-host", (FLASH_MLA,)),
+    ("attention in a step of vLLM", "engine-attention", ENGINE),
     ("calls of the vLLM plugin", "vllm", (FLASH_MLA, FA3)),
     ("whole steps", "branch", ("GEMMs + attention",)),
     ("prefill over a long context", "long-context", ("GEMMs + attention",)),

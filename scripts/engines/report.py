@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+from mlakit.tools.bench.charts import save_charts
 from mlakit.tools.bench.measure import Spread
 from mlakit.tools.bench.report import MLAKIT, Report, Row
 
@@ -312,7 +313,8 @@ def report_times(times: list[Times]) -> int:
 
 
 def save(found: Results, file: Path, command: str) -> None:
-    """Write FILE-SCENARIO.json of times, as `mlakit bench` does, and FILE-tokens.json."""
+    """Write FILE-SCENARIO.json of times, as `mlakit bench` does, and FILE-tokens.json; beside
+    them charts of attention's times."""
     environment: dict[str, object] = next(
         (
             each["environment"]
@@ -333,6 +335,9 @@ def save(found: Results, file: Path, command: str) -> None:
         )
         for scenario, group in groupby(times_of(found), lambda each: each.scenario)
     }
+    for made in reports.values():
+        attention = [row for row in made.rows if row.op == ATTENTION_OP]
+        save_charts(replace(made, rows=attention, suite=f"engine-{made.suite}"), file.parent)
     files = {scenario: made.as_json() for scenario, made in reports.items()}
     files["tokens"] = {
         "command": command,
