@@ -12,7 +12,7 @@ from mlakit.cache.pages import OutOfPagesError, PageAllocator, PagedSequence
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.statistics import stats
 from mlakit.formats import format_of_dtype
-from mlakit.layer import LightningIndexer, MLAAttention
+from mlakit.layer import LightningIndexer, MLAAttention, V4Attention, V4Batch, V4Cache
 from mlakit.model.geometry import MLAGeometry, RopeParameters, RowShape
 from mlakit.model.masks import CAUSAL, NULL, Mask
 from mlakit.model.rope import rope_table
@@ -76,6 +76,9 @@ __all__ = [
     "RowShape",
     "UnsupportedError",
     "UpProjection",
+    "V4Attention",
+    "V4Batch",
+    "V4Cache",
     "append_rows",
     "compress_rows",
     "context_parallel_decode",

@@ -152,7 +152,7 @@ def load_layer(
     dims.require(heads % size == 0, "tp_size", f"divide the {heads} heads", size)
     prefix = _found_prefix(files, layer) if prefix is None else prefix
     if dtype is None:
-        dtype = _stored_dtype(files, prefix)
+        dtype = stored_dtype(files, prefix, ["o_proj.weight", "kv_a_layernorm.weight"])
     elif dtype not in FLOATS:
         raise TypeError(f"{NAME}: dtype must be bfloat16, float16 or float32, got {dtype}")
     config = whole.with_heads(heads // size)
@@ -184,14 +184,14 @@ def _found_prefix(files: TensorFiles, layer: int) -> str:
     )
 
 
-def _stored_dtype(files: TensorFiles, prefix: str) -> torch.dtype:
-    """The config's dtype, or that of the layer's largest float weight."""
+def stored_dtype(files: TensorFiles, prefix: str, names: Sequence[str]) -> torch.dtype:
+    """The config's dtype, or that of the first of these tensors that is float."""
     fields = read_config(str(files.folder))
     named = fields.get("dtype", fields.get("torch_dtype"))
     known = {str(each).removeprefix("torch."): each for each in FLOATS}
     if named in known:
         return known[named]
-    for name in ("o_proj.weight", "kv_a_layernorm.weight"):
+    for name in names:
         stored = files.read(prefix + name, rows=slice(0, 1)).dtype
         if stored in FLOATS:
             return stored

@@ -20,20 +20,28 @@ def layer_of(cls: type[Layer], module: nn.Module, max_positions: int | None) -> 
     if not hasattr(module, "kv_b_proj") or not hasattr(module, "config"):
         name = type(module).__name__
         raise TypeError(f"from_hf: module must be an MLA attention of transformers, got {name}")
-    _check_calls(module)
+    check_calls(module)
     config = _config_of(module)
     layer = cls(config, max_positions=max_positions, device="meta")
+    put_parameters(layer, module)
+    return layer
+
+
+def put_parameters(layer: nn.Module, module: nn.Module) -> None:
+    """Put the parameters of a module in the places of a layer's own, which have the same names."""
     given = dict(module.named_parameters())
     missing = set(dict(layer.named_parameters())) - set(given)
     if missing:
         raise ValueError(f"from_hf: {type(module).__name__} has no {', '.join(sorted(missing))}")
     for name, parameter in given.items():
         _put(layer, name, parameter, type(module).__name__)
-    return layer
 
 
-def _check_calls(module: nn.Module) -> None:
-    """What the module computes follows from its config and its parameters."""
+def check_calls(module: nn.Module, *, linear: str = "Linear") -> None:
+    """What the module computes follows from its config and its parameters.
+
+    linear  name of a subclass of nn.Linear that the layer knows
+    """
     for name, part in module.named_modules():
         if does_more_when_called(part):
             raise UnsupportedError(
@@ -41,7 +49,8 @@ def _check_calls(module: nn.Module) -> None:
                 "own, because the layer takes its parameters and does not call it"
             )
         kind = type(part)
-        if issubclass(kind, nn.Linear) and kind is not nn.Linear and not hasattr(part, SCALE):
+        known = kind is nn.Linear or kind.__name__ == linear or hasattr(part, SCALE)
+        if issubclass(kind, nn.Linear) and not known:
             raise UnsupportedError(f"from_hf: {name} must be nn.Linear, got {kind.__name__}")
 
 
@@ -64,7 +73,7 @@ def _config_of(module: nn.Module) -> LayerConfig:
     )
 
 
-def _put(layer: MLAAttention, name: str, parameter: nn.Parameter, source: str) -> None:
+def _put(layer: nn.Module, name: str, parameter: nn.Parameter, source: str) -> None:
     """Put a parameter of the module in the place of the layer's own."""
     path, _, own = name.rpartition(".")
     try:

@@ -174,7 +174,10 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, width], normalised."""
+        """x [tokens, width], normalised, in x's dtype."""
+        if self.weight.dtype != x.dtype:  # DeepSeek-V4 keeps norms in float32
+            weight = self.weight.float()
+            return F.rms_norm(x.float(), weight.shape, weight, self.epsilon).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
     def extra_repr(self) -> str:

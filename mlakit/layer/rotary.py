@@ -45,6 +45,7 @@ class RopeTable:
         check_rope("MLAAttention", geometry)  # here: the table itself is computed at its first use
         self.geometry, self.positions = geometry, positions
         self._by_device: dict[torch.device, Tensor] = {}
+        self._inverse: dict[torch.device, Tensor] = {}
         self._nowhere: dict[torch.device, _Nowhere] = {}
 
     @classmethod
@@ -63,12 +64,30 @@ class RopeTable:
             table = self._by_device[device] = self._computed(device)
         return table
 
+    def inverse_on(self, device: torch.device) -> Tensor:
+        """The table of the opposite angles on `device`, computed there at its first use."""
+        table = self._inverse.get(device)
+        if table is None:
+            sign = torch.tensor([1.0, -1.0], device=device).repeat(
+                self.geometry.qk_rope_head_dim // 2
+            )
+            with torch.inference_mode(False), torch.no_grad():
+                table = self._inverse[device] = self.on(device) * sign
+        return table
+
     def rotate(
-        self, x: Tensor, positions: Tensor, rope: Rope, *, backend: Backend = "auto"
+        self,
+        x: Tensor,
+        positions: Tensor,
+        rope: Rope,
+        *,
+        is_inverse: bool = False,
+        backend: Backend = "auto",
     ) -> None:
         """Rotate the first D_R columns of x [tokens, heads, D] in place, in one kernel.
 
-        positions  [tokens] int32 or int64
+        positions   [tokens] int32 or int64
+        is_inverse  by the opposite angles
         """
         width = self.geometry.qk_rope_head_dim
         if width == 0:
@@ -80,7 +99,7 @@ class RopeTable:
         norm_rope_quant_append(
             columns,
             nowhere.row.expand(len(x), -1),
-            self.on(x.device),
+            self.inverse_on(x.device) if is_inverse else self.on(x.device),
             None,
             nowhere.cache,
             slots=nowhere.slot.expand(len(x)),

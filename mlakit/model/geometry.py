@@ -96,6 +96,11 @@ class RopeParameters:
         ]
         return f"RopeParameters({', '.join(shown)})"
 
+    @classmethod
+    def from_fields(cls, fields: ConfigFields) -> RopeParameters:
+        """The RoPE fields of a config, old or new names, with the defaults of transformers."""
+        return _rope_parameters(fields)
+
     @property
     def attention_mscale(self) -> float:
         """YaRN's factor on the scores as in DeepSeek, from `mscale_all_dim`; 1 without it."""
