@@ -325,7 +325,7 @@ def test_sinks_are_those_of_the_heads_of_one_rank():
     calls.check_sinks("NAME", torch.zeros(16), 16, context_ranks=1)
     with pytest.raises(ValueError, match=r"^NAME: sinks\.shape\[0\] \(heads\) must .*, got 16"):
         calls.check_sinks("NAME", torch.zeros(16), 32, context_ranks=1)
-    with pytest.raises(TypeError, match="^NAME: sinks must be float32, got bfloat16"):
+    with pytest.raises(TypeError, match=r"^NAME: sinks must be float32, got "):
         calls.check_sinks("NAME", torch.zeros(16).bfloat16(), 16, context_ranks=1)
     with pytest.raises(UnsupportedError, match=r"^NAME: sinks need .* of 1, got 2"):
         calls.check_sinks("NAME", torch.zeros(16), 16, context_ranks=2)
