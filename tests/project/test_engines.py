@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 import time
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -30,6 +31,7 @@ def script(name: str) -> ModuleType:
 
 
 models, compare, vllm_job = script("models"), script("compare"), script("vllm_job")
+report = sys.modules["report"]  # as compare imports it
 
 
 @pytest.mark.slow
@@ -65,35 +67,56 @@ def run(tokens: list[list[int]], shift: float = 0.0) -> dict[str, object]:
 
 def test_logprobs_count_as_far_as_two_runs_saw_the_same_tokens():
     one, other = run([[5, 6, 7], [8, 9]]), run([[5, 6, 7], [8, 9]], 0.25)
-    assert compare.difference(one, other) == compare.Difference(2, 2, 0.25)
+    # of two tokens in each position one differs
+    assert report.difference(one, other) == report.Difference(2, 2, 0.125, 0.25)
     other = run([[5, 3, 7], [8, 9]])
     other["logprobs"][0][2]["0"] = -9.0  # after the first difference
-    found = compare.difference(one, other)
-    assert (found.equal, found.logprob) == (1, 0.0)
+    found = report.difference(one, other)
+    assert (found.equal, found.largest) == (1, 0.0)
 
 
-def test_the_best_other_backend_is_the_one_whose_attention_is_fastest():
-    def result(step: float, kernels: dict[str, float]) -> dict[str, object]:
-        task = {"kind": "speed", "batch": 16, "context": 1024}
-        return {"tasks": [{"task": task, "step_ms": step, "kernels_us": kernels}]}
-
-    own = compare.own_kernels()
-    assert own.match("mla_decode_kernel")
-    by_backend = {
-        "FLASHMLA": result(2.0, {"flash_fwd_splitkv_mla_kernel": 500, "gemm": 900}),
-        "TRITON_MLA": result(1.9, {"_fwd_grouped_kernel_stage1": 600, "gemm": 900}),
-        "MLAKIT": result(1.8, {"mla_decode_kernel": 400, "gemm": 900}),
+def steps(ms: float, kernels: dict[str, float]) -> dict[str, object]:
+    """The result of a task whose one profiled step runs kernels, in microseconds, in a row."""
+    starts = [0.0, *accumulate(kernels.values())]
+    runs = [[i, starts[i], us] for i, us in enumerate(kernels.values())]
+    return {
+        "task": {"kind": "speed", "batch": 16, "context": 1024},
+        "all_ms": [ms, ms],
+        "kernels": {"steps": 1, "names": list(kernels), "runs": runs},
     }
-    (row,) = compare.time_rows(by_backend, own)
-    assert (row.best, row.attention, row.our_attention) == ("FLASHMLA", 500, 400)
-    assert row.step_ratio == pytest.approx(1.8 / 1.9)
-    assert row.attention_ratio == pytest.approx(0.8)
+
+
+def test_a_step_and_its_attention_each_have_a_best_other_backend():
+    by_backend = {
+        "FLASHMLA": {"tasks": [steps(2.0, {"flash_fwd_splitkv_mla_kernel": 500, "gemm": 900})]},
+        "TRITON_MLA": {"tasks": [steps(1.9, {"_fwd_grouped_kernel_stage1": 600, "gemm": 900})]},
+        "MLAKIT": {"tasks": [steps(1.8, {"mla_decode_kernel": 400, "gemm": 900})]},
+    }
+    found = {each.op: each for each in report.times_of({("speed", "v3-h16"): by_backend})}
+    step, attention = found["step"], found["attention"]
+    assert (step.best, attention.best) == ("TRITON_MLA", "FLASHMLA")
+    assert attention.workload == "v3-h16-b16-1024"
+    assert step.ratio == pytest.approx(1.8 / 1.9)
+    assert attention.ratio == pytest.approx(0.8)
+    rows = {row.implementation: row for row in attention.rows()}
+    assert rows["mlakit"].speedup is None
+    assert rows["TRITON_MLA"].speedup.p50 == pytest.approx(1.5)
+
+
+def test_kernels_that_run_at_once_count_once():
+    kernels = {
+        "steps": 2,
+        "names": ["mla_decode_kernel", "_merge_partials_kernel", "gemm"],
+        # the merge waits for what is ahead of it; a product follows; then the next step
+        "runs": [[0, 0, 100], [1, 20, 90], [2, 110, 50], [0, 200, 100], [1, 300, 10]],
+    }
+    assert report.attention_us(kernels, report.own_kernels()) == (110 + 110) / 2
 
 
 def report_of(tmp_path, name: str, model: str, by_backend: dict[str, dict[str, object]]) -> int:
     for backend, result in by_backend.items():
         (tmp_path / f"{name}.{model}.{backend}.json").write_text(json.dumps({"tasks": [result]}))
-    return compare.report(tmp_path)
+    return report.report(compare.results(tmp_path))
 
 
 def with_task(result: dict[str, object], **task: object) -> dict[str, object]:
@@ -101,22 +124,23 @@ def with_task(result: dict[str, object], **task: object) -> dict[str, object]:
 
 
 def test_other_tokens_are_a_miss_unless_the_others_differ_as_much(tmp_path):
-    base = with_task(run([[5, 6]]), kind="tokens")
-    ours = with_task(run([[5, 3]], 0.25), kind="tokens")
-    far = with_task(run([[5, 6]], 0.5), kind="tokens")
+    task = {"kind": "tokens", "lengths": [4]}
+    base = with_task(run([[5, 6]]), **task)
+    ours = with_task(run([[5, 3]], 0.25), **task)
+    far = with_task(run([[5, 6]], 0.5), **task)
     names = ("FLASHMLA", "FLASH_ATTN_MLA", "MLAKIT")
     for shift, misses in ((base, 2), (far, 0)):
         by_backend = dict(zip(names, (base, shift, ours), strict=True))
         assert report_of(tmp_path, "tokens", "v3-h16", by_backend) == misses
     (tmp_path / "tokens.v3-h16.FLASH_ATTN_MLA.json").unlink()
-    assert compare.report(tmp_path) == 1  # nothing says how much others differ
+    # nothing says how much others differ
+    assert report.report(compare.results(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(("micros", "step", "misses"), [(96, 1.0, 0), (98, 1.0, 1), (96, 1.02, 1)])
 def test_slower_attention_or_steps_are_a_miss(micros, step, misses, tmp_path):
-    task = {"kind": "speed", "batch": 1, "context": 1024}
-    other = {"task": task, "step_ms": 1.0, "kernels_us": {"flash_fwd_splitkv_mla_kernel": 100}}
-    ours = {"task": task, "step_ms": step, "kernels_us": {"mla_decode_kernel": micros}}
+    other = steps(1.0, {"flash_fwd_splitkv_mla_kernel": 100})
+    ours = steps(step, {"mla_decode_kernel": micros})
     by_backend = {"FLASHMLA": other, "MLAKIT": ours}
     assert report_of(tmp_path, "speed", "v3-h128", by_backend) == misses
 
@@ -138,7 +162,7 @@ def test_a_soak_must_end_as_it_began(change, misses, tmp_path):
 
 def test_every_scenario_has_a_backend_of_ours_and_models_that_exist():
     for scenario in compare.SCENARIOS.values():
-        (ours,) = filter(compare.is_ours, scenario.backends)
+        (ours,) = filter(report.is_ours, scenario.backends)
         assert ours in json.dumps(scenario.arguments(ours))
         assert (FOLDER / scenario.program).exists()
         assert set(scenario.models) <= set(models.MODELS)
@@ -214,7 +238,7 @@ def test_scenarios_are_asked_for_by_patterns():
 
 
 def test_tasks_with_a_result_are_not_run_again(tmp_path, monkeypatch):
-    engine = SimpleNamespace(start_seconds=1.0)
+    engine = SimpleNamespace(start_seconds=1.0, kernels_at_start=0)
     monkeypatch.setattr(vllm_job, "import_engine", lambda: None)
     monkeypatch.setattr(vllm_job, "Engine", lambda *arguments: engine)
     ran: list[int] = []

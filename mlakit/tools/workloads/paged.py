@@ -29,7 +29,7 @@ def scales_of(layer: CacheLayer, slots: Tensor) -> Tensor:
         return layer.scales[place].view(len(slots)).double()
     scale = layer.tensor_scale
     if not isinstance(scale, Tensor):
-        scale = torch.tensor(scale, dtype=torch.float32)
+        scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     return scale.to(slots.device, torch.float32).double().expand(slots.shape)
 
 
