@@ -47,7 +47,7 @@ PART ?= $(foreach number,$(shell seq $(GPU_PARTS)),$(number)/$(GPU_PARTS))
 RECORD ?= .gpu-record
 FROM ?= .gpu-record
 
-.PHONY: demo quick test test-all venv lint types unit thorough emulate compile compile-all oldest oldest-torch docs
+.PHONY: demo quick test test-all venv lint types unit thorough emulate emulate-all compile compile-all oldest oldest-torch docs
 .PHONY: test-gpu gpu-commit gpu-record house figures reference release-check
 .PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang test-hub
 .DEFAULT_GOAL := test
@@ -86,11 +86,16 @@ unit: $(INSTALLED)
 thorough: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) --thorough -m thorough
 
-# Hopper's kernels in the emulator: all configurations with two seeds, the cases of their mutants, and
-# some mutants; with the oldest Triton a sample. Under 6 minutes on 2 cores
+# Gluon kernels in the emulator: all configurations with two seeds, Blackwell's with five, the cases
+# of their mutants, and some mutants; with the oldest Triton a sample. Under 7 minutes on 2 cores
 emulate: $(INSTALLED) $(OLDEST_INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "fault or sample" tests/tools/emulator
 	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) -k has_no_fault tests/tools/emulator
+
+# every configuration of every Gluon kernel with five seeds: half an hour on 2 cores
+emulate-all: $(INSTALLED)
+	$(BIN)/mlakit emulate hopper --seeds 5
+	$(BIN)/mlakit emulate blackwell --seeds 5
 
 # GPU kernels for every architecture, without a GPU: samples of a list of configurations, and all
 # that models reach, since launchers pick more variants than the list has

@@ -22,7 +22,7 @@ CARDS = {
     **AMD,
 }
 # streaming multiprocessors, or AMD's compute units, of a usual card
-NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
+NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
 NUM_SMS |= {0x942: 304, 0x950: 256, 0x1100: 96}
 GFX = re.compile(r"gfx(?P<number>[0-9a-f]{3,4})")
 

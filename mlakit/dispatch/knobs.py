@@ -116,6 +116,13 @@ launch_cache = _knob(
     "Launch the recorded kernels of repeated calls on a GPU again; 0 turns that off.",
     old_variable="MLAKIT_REPLAY",
 )
+proved_kernels = _knob(
+    "proved_kernels",
+    True,
+    _boolean,
+    "Let auto take kernels that have passed mlakit check --backend blackwell on this machine; 0 "
+    "leaves them out.",
+)
 warmup = _knob(
     "warmup",
     True,
@@ -145,7 +152,8 @@ peers = _knob(
 
 
 def for_launch_cache() -> tuple[str, bool]:
-    """Return (backend, may calls be replayed?) in one look: an op asks at every call."""
+    """Return (what kernels are selected by, may calls be replayed?) in one look: an op asks at
+    every call."""
     environment = os.environ._data  # type: ignore[attr-defined]
     if (
         _OVERRIDES.get() is None
@@ -153,9 +161,11 @@ def for_launch_cache() -> tuple[str, bool]:
         and launch_cache._key not in environment
         and _OLD_KEY not in environment
         and check_values._key not in environment
+        and proved_kernels._key not in environment
     ):
         return _FOR_LAUNCH_CACHE
-    return backend(), launch_cache() and not check_values()
+    selects_by = backend() if proved_kernels() else f"{backend()} without proofs"
+    return selects_by, launch_cache() and not check_values()
 
 
 _FOR_LAUNCH_CACHE = backend.default, launch_cache.default and not check_values.default
@@ -167,10 +177,15 @@ def peers_folder() -> Path:
     text = peers()
     if text != peers.default:
         return Path(text).expanduser()
+    return cache_folder() / "peers"
+
+
+def cache_folder() -> Path:
+    """Return mlakit's folder in the user's cache folder."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not caches.is_absolute():  # unset or, by its specification, to be ignored
         caches = Path("~/.cache").expanduser()
-    return caches / "mlakit" / "peers"
+    return caches / "mlakit"
 
 
 def columns() -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-Backend = Literal["auto", "hopper", "triton", "cpu"]
+Backend = Literal["auto", "blackwell", "hopper", "triton", "cpu"]
 """What the argument `backend` may be: "auto" takes the fastest that can."""
 # on a GPU `auto` asks them in this order, fastest first
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 
-from mlakit.dispatch import knobs, log, names
+from mlakit.dispatch import knobs, log, names, proofs
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.names import Backend
 from mlakit.dispatch.specs import KernelSpec, Problem
@@ -55,14 +55,14 @@ def backends(op: str) -> list[Backend]:
 
 
 def explain(op: str, problem: Problem) -> dict[str, str | None]:
-    """Return for each backend the reason why it refuses `problem`, or None if it takes it.
+    """Return for each backend the reason why `auto` does not give it `problem`, or None if it may.
 
     Those with a kernel of `op` come first, in the order in which `auto` asks them. The reason is
     that of the backend's first kernel; `explain_kernels` has those of all.
     """
     asked: dict[str, str | None] = {}
     for spec in specs(op):
-        refusal = spec.why_not(problem)
+        refusal = _why_not_auto(spec, problem)
         if refusal is None or spec.backend not in asked:
             asked[spec.backend] = refusal
     absent: dict[str, str | None] = {
@@ -72,11 +72,11 @@ def explain(op: str, problem: Problem) -> dict[str, str | None]:
 
 
 def explain_kernels(op: str, problem: Problem) -> dict[str, str | None]:
-    """Return, for each kernel of `op`, why its backend does not take it; None if it does."""
+    """Return, for each kernel of `op`, why `auto` does not take it; None for its choice."""
     reasons: dict[str, str | None] = {}
     taken: dict[str, str] = {}
     for spec in specs(op):
-        reason = spec.why_not(problem) or _why_slower(spec, problem)
+        reason = _why_not_auto(spec, problem) or _why_slower(spec, problem)
         if reason is None and spec.backend in taken:
             reason = f"{taken[spec.backend]} is faster"
         elif reason is None:
@@ -92,11 +92,17 @@ def select(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:
     """
     if not isinstance(backend, str):
         raise TypeError(f"{op}: backend must be a string, got {type(backend).__name__}")
-    return _select(op, problem, knobs.backend() if backend == "auto" else backend)
+    wanted = knobs.backend() if backend == "auto" else backend
+    return _select(op, problem, wanted, knobs.proved_kernels())
+
+
+def _why_not_auto(spec: KernelSpec, problem: Problem) -> str | None:
+    """Return why `auto` does not take a kernel; None if it may."""
+    return spec.why_not(problem) or proofs.why_unproved(spec, problem)
 
 
 @lru_cache(maxsize=1024)
-def _select(op: str, problem: Problem, backend: str) -> KernelSpec:
+def _select(op: str, problem: Problem, backend: str, uses_proofs: bool) -> KernelSpec:
     name, _, kernel = backend.partition(":")
     candidates = [spec for spec in specs(op) if name in ("auto", spec.backend)]
     if name not in ("auto", *BACKENDS):
@@ -112,7 +118,9 @@ def _select(op: str, problem: Problem, backend: str) -> KernelSpec:
             have = ", ".join(spec.kernel for spec in candidates if spec.kernel) or "no names"
             raise ValueError(f"{op}: kernel of {name} must be one of {have}, got {kernel!r}")
         candidates = named
-    able = [spec for spec in candidates if spec.why_not(problem) is None]
+    # a kernel or backend asked for by name runs without a proof
+    refusal = _why_not_auto if name == "auto" else KernelSpec.why_not
+    able = [spec for spec in candidates if refusal(spec, problem) is None]
     if not able:
         raise UnsupportedError(f"{op}: no kernel for {problem}\n{_reasons(candidates, problem)}")
     # a kernel asked for by name runs even where another one is faster
@@ -131,7 +139,7 @@ def _why_none_before(
 ) -> dict[str, str]:
     """Return why the kernels that were asked before the chosen one did not get the call."""
     before = candidates[: candidates.index(chosen)]
-    reasons = {s.name: s.why_not(problem) or _why_slower(s, problem) for s in before}
+    reasons = {s.name: _why_not_auto(s, problem) or _why_slower(s, problem) for s in before}
     # on a GPU it is no surprise that the kernels of the CPU are not taken
     return {name: why for name, why in reasons.items() if why and not name.startswith("cpu")}
 
@@ -154,7 +162,7 @@ def _reasons(candidates: Sequence[KernelSpec], problem: Problem) -> str:
     """A line per backend where its kernels agree, else per kernel."""
     lines: list[str] = []
     for backend in dict.fromkeys(spec.backend for spec in candidates):
-        own = {s.name: s.why_not(problem) for s in candidates if s.backend == backend}
+        own = {s.name: _why_not_auto(s, problem) for s in candidates if s.backend == backend}
         if len(set(own.values())) == 1 and len(own) > 1:
             own = {backend: next(iter(own.values()))}
         lines += [f"  {name}: {why}" for name, why in own.items()]

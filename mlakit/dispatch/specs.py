@@ -41,6 +41,7 @@ class Use(Enum):
     UNALIGNED_SCALES = "unaligned scales of the cache"  # of a page
     UNALIGNED_KEYS = "unaligned rows of k_nope or k_rope"
     UNALIGNED_VALUES = "unaligned rows of v"
+    UNEVEN_PAGES = "pages at distances that are no multiple of a row's"  # of sparse_mla's caches
     OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
     OTHER_ROPE_STEPS = "rope columns at other steps"  # in a tensor of their own, between pages
     SPLIT_EXTRA = "split extra cache"  # extra= of sparse_mla, with rows in two tensors
@@ -111,6 +112,9 @@ class KernelSpec:
     # when it could take a problem, but another kernel of the backend is faster
     why_slower: Callable[[Problem], str | None] | None = None
     mask_traits: tuple[str, ...] = ()  # of `MaskTraits`; a mask with any other one is refused
+    # which configuration a problem needs: `auto` takes the kernel only where a check of it has
+    # passed on this machine (`dispatch.proofs`). None: it needs no check
+    variant: Callable[[Problem], str] | None = None
 
     def __str__(self) -> str:
         return f"{self.name}-{self.op}"

@@ -53,7 +53,8 @@ class Target:
 
 
 # shared memory per block, "Technical Specifications per Compute Capability" of the CUDA manual
-SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 120: 101_376}
+SHARED_BYTES |= dict.fromkeys((90, 100, 103), 232_448)
 # local data share of a workgroup, by the instruction set manuals of CDNA 3, CDNA 4 and RDNA 3
 AMD_SHARED_BYTES = {0x942: 65_536, 0x950: 163_840, 0x1100: 65_536}
 FIRST_OF_32_LANES = 0x1000  # RDNA; CDNA has 64 lanes per warp

@@ -164,6 +164,8 @@ def _uses(a: SparseArguments) -> Iterator[Use]:
     layers = [a.layer] if a.extra is None else [a.layer, a.extra]
     if not all(_is_aligned(each.payload) for each in layers):
         yield Use.UNALIGNED_CACHE
+    elif any(_has_uneven_pages(each.payload) for each in layers):
+        yield Use.UNEVEN_PAGES
     if a.q_scale is not None:
         yield Use.Q_SCALE
     if a.q_rope is not None:
@@ -183,3 +185,10 @@ def _is_aligned(rows: Tensor) -> bool:
     return rows.data_ptr() % 16 == 0 and all(
         stride > 0 and stride * size % 16 == 0 for stride in strides
     )
+
+
+def _has_uneven_pages(rows: Tensor) -> bool:
+    """Return whether no row of [pages, page_size, columns] is at some multiple of a row's distance
+    from the same row of the next page."""
+    num_pages, page_size, _ = rows.shape
+    return num_pages > 1 and page_size > 1 and rows.stride(0) % rows.stride(1) != 0

@@ -18,11 +18,11 @@ from mlakit.dispatch.specs import KernelSpec, Problem
 
 
 def why_not(problem: Problem) -> str | None:
-    return None if problem.arch == 100 else f"needs sm_100, got sm_{problem.arch}"
+    return None if problem.arch == 120 else f"needs sm_120, got sm_{problem.arch}"
 
 
-LAUNCHER = "mlakit.kernels.blackwell.decode:mla_decode"
-SPECS = (KernelSpec("blackwell", "mla_decode", LAUNCHER, why_not, mask_traits=("IS_CAUSAL",)),)
+LAUNCHER = "mlakit.kernels.rubin.decode:mla_decode"
+SPECS = (KernelSpec("rubin", "mla_decode", LAUNCHER, why_not, mask_traits=("IS_CAUSAL",)),)
 """
 # what a source that has the name in its Literal would give
 PROGRAM = """
@@ -30,7 +30,7 @@ import json, sys
 import mlakit.kernels, mlakit.dispatch.names
 
 mlakit.kernels.__path__.append(sys.argv[1])
-mlakit.dispatch.names.BACKENDS = ("auto", "blackwell", *mlakit.dispatch.names.BACKENDS[1:])
+mlakit.dispatch.names.BACKENDS = ("auto", "rubin", *mlakit.dispatch.names.BACKENDS[1:])
 
 import torch
 from typer.testing import CliRunner
@@ -40,8 +40,8 @@ from mlakit.dispatch import knobs
 from mlakit.tools import cli
 
 said = {}
-for command in ("explain mla_decode --arch 100 --json", "explain mla_decode --arch 90 --json",
-                "explain merge_states --arch 100 --json", "support", "check --help",
+for command in ("explain mla_decode --arch 120 --json", "explain mla_decode --arch 90 --json",
+                "explain merge_states --arch 120 --json", "support", "check --help",
                 "check --backend volta"):
     said[command] = CliRunner().invoke(cli.app, command.split(), env={"COLUMNS": "200"}).output
 said["knob"] = knobs.backend.meaning
@@ -61,8 +61,8 @@ print(json.dumps(said))
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What mlakit says in a process where there is a backend more."""
     folder = tmp_path_factory.mktemp("kernels")
-    (folder / "blackwell").mkdir()
-    (folder / "blackwell" / "support.py").write_text(SUPPORT)
+    (folder / "rubin").mkdir()
+    (folder / "rubin" / "support.py").write_text(SUPPORT)
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -72,27 +72,27 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_new_backend_is_asked_first_and_explained(said):
-    on_blackwell = json.loads(said["explain mla_decode --arch 100 --json"])
-    assert on_blackwell["chosen"] == "blackwell"
+    on_rubin = json.loads(said["explain mla_decode --arch 120 --json"])
+    assert on_rubin["chosen"] == "rubin"
     on_hopper = json.loads(said["explain mla_decode --arch 90 --json"])
-    assert on_hopper["why_not"]["blackwell"] == "needs sm_100, got sm_90"
+    assert on_hopper["why_not"]["rubin"] == "needs sm_120, got sm_90"
     assert on_hopper["chosen"] == "hopper"
-    merge = json.loads(said["explain merge_states --arch 100 --json"])
-    assert merge["why_not"]["blackwell"] == "has no kernel of merge_states"
+    merge = json.loads(said["explain merge_states --arch 120 --json"])
+    assert merge["why_not"]["rubin"] == "has no kernel of merge_states"
 
 
 def test_a_new_backend_is_in_the_support_table(said):
     (row,) = (line for line in said["support"].splitlines() if "mla_decode" in line)
-    assert "blackwell" in row
+    assert "rubin" in row
 
 
 def test_a_new_backend_is_named_by_the_command_line_and_by_errors(said):
-    choices = "blackwell, hopper, triton, cpu"
-    assert "blackwell, hopper, triton or cpu. Default" in said["check --help"]
+    choices = "rubin, blackwell, hopper, triton, cpu"
+    assert "rubin, blackwell, hopper, triton or cpu. Default" in said["check --help"]
     assert f"backend must be one of {choices}, got 'volta'" in said["check --backend volta"]
     assert said["call"] == f"merge_states: backend must be one of auto, {choices}, got 'volta'"
     assert said["override"] == f"knob backend must be one of auto, {choices}, got 'volta'"
-    assert said["knob"].endswith(": auto, blackwell, hopper, triton or cpu.")
+    assert said["knob"].endswith(": auto, rubin, blackwell, hopper, triton or cpu.")
 
 
 def test_backends_are_documented():

@@ -99,7 +99,7 @@ def test_a_format_that_is_none_is_refused_with_the_choices(name):
             row_codec(name, ROW)
 
 
-UNKNOWN_BACKEND = r"backend must be one of auto, hopper, triton, cpu, got 'cuda'$"
+UNKNOWN_BACKEND = r"backend must be one of auto, blackwell, hopper, triton, cpu, got 'cuda'$"
 
 
 def test_a_backend_that_is_none_is_refused_by_what_is_no_op():
@@ -112,5 +112,7 @@ def test_a_backend_that_is_none_is_refused_by_what_is_no_op():
     kv_lens, table = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=f"mla_decode: {UNKNOWN_BACKEND}"):
         mlakit.plan_mla_decode(cache, table, kv_lens, heads=2, backend="cuda")
-    with pytest.raises(ValueError, match=r"^knob backend must be one of auto, hopper, triton, cpu"):
+    with pytest.raises(
+        ValueError, match=r"^knob backend must be one of auto, blackwell, hopper, triton, cpu"
+    ):
         knobs.override(backend="cuda").__enter__()

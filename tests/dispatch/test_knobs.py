@@ -54,7 +54,11 @@ def test_the_environment_is_read_at_every_call(monkeypatch, knob, text, value):
     [
         (knobs.check_values, "yes", "MLAKIT_CHECK_VALUES must be one of 1, 0, .*, got 'yes'"),
         (knobs.check_values, "", "MLAKIT_CHECK_VALUES .*, got ''"),
-        (knobs.backend, "cuda", "MLAKIT_BACKEND must be one of auto, hopper, .*, got 'cuda'"),
+        (
+            knobs.backend,
+            "cuda",
+            "MLAKIT_BACKEND must be one of auto, blackwell, hopper, .*, got 'cuda'",
+        ),
         (knobs.workspace_mib, "0", "MLAKIT_WORKSPACE_MIB must be a whole number of at least 1"),
         (knobs.workspace_mib, "-3", "MLAKIT_WORKSPACE_MIB .*, got '-3'"),
         (knobs.workspace_mib, "1.5", "MLAKIT_WORKSPACE_MIB .*, got '1.5'"),

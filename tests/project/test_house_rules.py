@@ -33,6 +33,7 @@ LAYERS = (
     "dispatch.checks",
     "model",
     "dispatch.specs",
+    "dispatch.proofs",
     "formats",
     "reference",
     "cache plan",
@@ -69,7 +70,7 @@ NEVER = {("kernels", "dispatch.checks"), ("kernels", "reference")}
 # with what launches it again, and subclasses of the package's classes
 NEEDED_BY = {
     "triton": r"kernels/(?!(workspace|arguments)\.py)\w+\.py|launch_cache/launchers/.*"
-    r"|kernels/(triton|hopper)/(?!support|configs|decode/configs).*|tools/emulator/.*"
+    r"|kernels/(triton|hopper|blackwell)/(?!support|configs|decode/configs).*|tools/emulator/.*"
     r"|precompile/listing\.py",
     "transformers": r"integrations/transformers/"
     r"(cache_layers|layer_classes|static_cache|step_hooks)\.py",

@@ -166,7 +166,10 @@ def test_nothing_checked_is_no_success():
         (("--device", "tpu"), "device must be one of auto, cpu, cuda, got 'tpu'"),
         (("--minutes", "0"), "minutes must be more than 0, got 0"),
         (("--minutes", "-1"), "minutes must be more than 0, got -1"),
-        (("--backend", "cuda"), "backend must be one of hopper, triton, cpu, got 'cuda'"),
+        (
+            ("--backend", "cuda"),
+            "backend must be one of blackwell, hopper, triton, cpu, got 'cuda'",
+        ),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

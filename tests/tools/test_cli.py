@@ -120,7 +120,7 @@ def refusal(*arguments: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_environment_variable_is_named_by_every_command(name, monkeypatch):
     monkeypatch.setenv("MLAKIT_BACKEND", "foo")
-    said = "MLAKIT_BACKEND must be one of auto, hopper, triton, cpu, got 'foo'"
+    said = "MLAKIT_BACKEND must be one of auto, blackwell, hopper, triton, cpu, got 'foo'"
     assert said in refusal(*COMMANDS[name])
     assert CliRunner().invoke(cli.app, [name, "--help"]).exit_code == 0
     monkeypatch.setenv("MLAKIT_BACKEND", "cpu")

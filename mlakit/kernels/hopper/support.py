@@ -212,7 +212,7 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
                 needed = " or ".join(f"{columns} + {rope}" for columns, rope in taken)
                 got = f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
                 return f"needs {needed} columns in rows of {problem.format}, got {got}"
-        uses = [use for use in problem.uses if use != Use.Q_ROPE]
+        uses = [use for use in problem.uses if use not in (Use.Q_ROPE, Use.UNEVEN_PAGES)]
         if Use.Q_ROPE in problem.uses and row.kv_lora_rank != SPARSE_D_V:
             return f"needs {SPARSE_D_V} latent columns with q_rope, got {row.kv_lora_rank}"
         return uses[0].refusal if uses else None

@@ -156,12 +156,12 @@ def emulate(
     ),
     steps: int = typer.Option(60, min=1, help="With --trace: number of steps, the last ones."),
 ) -> None:
-    """Run Hopper's kernels on the CPU, and look for races, deadlocks and wrong results.
+    """Run Gluon kernels on the CPU, and look for races, deadlocks and wrong results.
 
-    A configuration runs with little work in an emulator of a Hopper GPU, which interprets the
-    kernel's TTGIR in a random interleaving of its warp partitions and asynchronous copies. Results
-    are compared with a float64 oracle. The exit status is 1 if there is a fault. The emulator is in
-    the source tree only; docs/emulator.md describes what it proves.
+    A configuration runs with little work in an emulator of a Hopper or Blackwell GPU, which
+    interprets the kernel's TTGIR in a random interleaving of its warp partitions and asynchronous
+    copies. Results are compared with a float64 oracle. The exit status is 1 if there is a fault.
+    The emulator is in the source tree only; docs/emulator.md describes what it proves.
     """
     if not trace:
         refuse(context, ["steps"], "{} needs --trace")

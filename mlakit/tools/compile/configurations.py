@@ -10,6 +10,7 @@ from typing import Any
 from mlakit.dispatch.architectures import AMD
 from mlakit.dispatch.names import Backend
 from mlakit.formats import FORMATS, GROUP_FORMATS
+from mlakit.kernels.blackwell.support import why_not_triton
 from mlakit.model.masks import KINDS, WINDOWED
 from mlakit.tools.workloads import (
     AppendCase,
@@ -367,9 +368,25 @@ HOPPER: dict[str, Case] = {
     "hopper-prefill-fp8-chunked": _prefill_fp8(mask="chunked", window=300),
     "hopper-prefill-fp8-128-128": _prefill_fp8(qk_rope_head_dim=0),
 }
+# the variant of a kernel that `mlakit check --quick` checks comes first
+BLACKWELL: dict[str, Case] = {
+    "blackwell-sparse-h128-bf16": _sparse("bf16", 128),
+    "blackwell-sparse-q-rope": _sparse("bf16", 72, q_rope_dtype="bf16", sink="finite"),
+    "blackwell-sparse-negative-scale": _sparse("bf16", 130, sharpness=-2.0),
+    "blackwell-sparse-extra": _sparse(
+        "bf16", 128, extra_format="bf16", extra_topk=64, extra_page_size=16, sink="finite"
+    ),
+    # lists of 512 entries are split
+    "blackwell-sparse-fp16-splits": _sparse("fp16", 128, topk=512, sink="finite"),
+    "blackwell-sparse-512": _sparse("bf16", 128, **V4_ROW, with_lens=False),
+}
 HOPPER_ARCH = 90
-# backends with kernels for one architecture, with it and with their configurations
-SPECIALISED: dict[Backend, tuple[int, dict[str, Case]]] = {"hopper": (HOPPER_ARCH, HOPPER)}
+BLACKWELL_ARCHS = (100, 103)
+# backends with kernels for some architectures, with them and with their configurations
+SPECIALISED: dict[Backend, tuple[tuple[int, ...], dict[str, Case]]] = {
+    "hopper": ((HOPPER_ARCH,), HOPPER),
+    "blackwell": (BLACKWELL_ARCHS, BLACKWELL),
+}
 EVERYWHERE = (
     "append-fp8_block128",
     "scaled-mm-128",
@@ -423,7 +440,14 @@ def all_checks() -> list[tuple[str, int]]:
 
 
 def _specialised_checks() -> list[tuple[str, int]]:
-    return [(name, arch) for arch, cases in SPECIALISED.values() for name in cases]
+    """Those of Blackwell need a newer Triton than the oldest."""
+    return [
+        (name, arch)
+        for backend, (archs, cases) in SPECIALISED.items()
+        if backend != "blackwell" or why_not_triton() is None
+        for name in cases
+        for arch in archs
+    ]
 
 
 def configured(name: str) -> tuple[Backend, Case]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mlakit.tools.compile.configurations import HOPPER
+from mlakit.dispatch.names import Backend
 from mlakit.tools.emulator.frontend import Mutate
-from mlakit.tools.emulator.harness import Outcome, run_trial
+from mlakit.tools.emulator.harness import CONFIGURATIONS, Outcome, run_trial
 from mlakit.tools.emulator.mutations import Mutant, Name, mutants
 from mlakit.tools.workloads import Case
 from mlakit.tools.workloads.case import Trial
@@ -27,6 +27,7 @@ class Subject:
 
     kernel: str
     cases: tuple[Case, ...]
+    backend: Backend = "hopper"
 
     @cached_property
     def trials(self) -> list[Trial]:
@@ -81,11 +82,11 @@ class Subject:
 
     def attempt(self, trial: Trial, name: str, seed: int, mutate: Mutate | None = None) -> Outcome:
         """Run a trial once; the outcome calls it `name`."""
-        return run_trial(trial, name, seed, mutate=mutate)
+        return run_trial(trial, name, seed, backend=self.backend, mutate=mutate)
 
 
 def _cases(configuration: str, *changes: dict[str, Any]) -> tuple[Case, ...]:
-    return tuple(replace(HOPPER[configuration], **each) for each in changes)
+    return tuple(replace(CONFIGURATIONS[configuration], **each) for each in changes)
 
 
 # several pairs of blocks and several tiles for each CTA, so that every stage is used again; then

@@ -1,4 +1,4 @@
-"""`mlakit emulate`: runs configurations of Hopper's kernels and prints what the emulator saw."""
+"""`mlakit emulate`: runs configurations of Gluon kernels and prints what the emulator saw."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mlakit.tools.compile.configurations import HOPPER
-from mlakit.tools.emulator.harness import Outcome, Step, configuration, emulate
+from mlakit.tools.emulator.harness import CONFIGURATIONS, Outcome, Step, configuration, emulate
 from mlakit.tools.emulator.lowering import exit_without_leak_reports
 
 
 def names_with(text: str) -> list[str]:
     """Return the configurations whose names contain `text`. Raises ValueError if there is none."""
-    if text in HOPPER:
+    if text in CONFIGURATIONS:
         return [text]
-    found = [name for name in HOPPER if text in name]
+    found = [name for name in CONFIGURATIONS if text in name]
     if not found:
         configuration(text)  # raises
     return found
@@ -25,8 +24,8 @@ def names_with(text: str) -> list[str]:
 
 def listing() -> str:
     """Return the configurations with the cases that they run, one on a line."""
-    width = max(map(len, HOPPER))
-    return "\n".join(f"{name:{width}}  {configuration(name).case}" for name in HOPPER)
+    width = max(map(len, CONFIGURATIONS))
+    return "\n".join(f"{name:{width}}  {configuration(name).case}" for name in CONFIGURATIONS)
 
 
 def run(names: Sequence[str], seeds: Sequence[int], *, is_traced: bool, steps: int) -> bool:

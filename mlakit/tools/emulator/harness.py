@@ -1,7 +1,7 @@
-"""Runs of Hopper's configurations in the emulator, each compared with the float64 oracle.
+"""Runs of Gluon kernels' configurations in the emulator, each compared with the float64 oracle.
 
-A configuration is one of `support.configurations.HOPPER`. Those with enough work for a whole GPU
-are cut to what a GPU with two SMs has to do for the same kernel.
+A configuration is one of HOPPER or BLACKWELL in `compile.configurations`. Those with enough work
+for a whole GPU are cut to what a GPU with two SMs has to do for the same kernel.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ from time import perf_counter
 from typing import Any
 
 from mlakit.dispatch import knobs
+from mlakit.dispatch.names import Backend
 from mlakit.dispatch.specs import pretending
 from mlakit.tools.compile.compilation import NUM_SMS as WHOLE_GPU
-from mlakit.tools.compile.configurations import HOPPER, HOPPER_ARCH, MUCH_WORK
+from mlakit.tools.compile.configurations import (
+    BLACKWELL,
+    HOPPER,
+    MUCH_WORK,
+    SPECIALISED,
+    configured,
+)
 from mlakit.tools.emulator.faults import Fault
 from mlakit.tools.emulator.frontend import NUM_SMS, Launch, Mutate, emulating_mlakit
 from mlakit.tools.workloads import Case
@@ -24,6 +31,7 @@ SEEDS = (0, 1)
 LESS_WORK: dict[str, Any] = {"kv_lens": (330, 65), "q_lens": (3, 1)}
 TRACED_STEPS = 4000  # the last ones of a CTA are kept
 WRONG_RESULT = "WrongResult"
+CONFIGURATIONS = HOPPER | BLACKWELL
 
 
 @dataclass(frozen=True)
@@ -62,16 +70,18 @@ class Configuration:
 
     case: Case
     selects_for: int
+    backend: Backend
 
 
 def configuration(name: str) -> Configuration:
     """Return a configuration by name. Raises ValueError for unknown names."""
-    if name not in HOPPER:
+    if name not in CONFIGURATIONS:
         raise ValueError(f"NAME must be a configuration, as --list shows them, got {name!r}")
-    case, num_sms = HOPPER[name], WHOLE_GPU[HOPPER_ARCH]
+    case, backend = CONFIGURATIONS[name], configured(name)[0]
+    num_sms = WHOLE_GPU[SPECIALISED[backend][0][0]]
     if getattr(case, "kv_lens", None) == MUCH_WORK["kv_lens"]:
         case, num_sms = replace(case, **LESS_WORK), NUM_SMS
-    return Configuration(case, num_sms)
+    return Configuration(case, num_sms, backend)
 
 
 def emulate(
@@ -81,7 +91,9 @@ def emulate(
     chosen = configuration(name)
     trial = replace(chosen.case, seed=seed).trial("cpu")
     settings: dict[str, Any] = {"is_traced": is_traced, "mutate": mutate}
-    return run_trial(trial, name, seed, selects_for=chosen.selects_for, **settings)
+    return run_trial(
+        trial, name, seed, backend=chosen.backend, selects_for=chosen.selects_for, **settings
+    )
 
 
 def run_trial(
@@ -89,11 +101,12 @@ def run_trial(
     name: str,
     seed: int,
     *,
+    backend: Backend = "hopper",
     selects_for: int = NUM_SMS,
     is_traced: bool = False,
     mutate: Mutate | None = None,
 ) -> Outcome:
-    """Run a trial on Hopper's kernels, whose IR `mutate` may change, and check its results.
+    """Run a trial on the kernels of `backend`, whose IR `mutate` may change, and check its results.
 
     selects_for  SMs of the GPU that a kernel is selected for; it runs on few
     """
@@ -110,18 +123,20 @@ def run_trial(
         steps.append(Step(who, what))
 
     kind = message = ""
+    arch = SPECIALISED[backend][0][0]
     settings: dict[str, Any] = {
+        "arch": arch,
         "seed": seed,
         "mutate": mutate,
         "observer": observe if is_traced else None,
     }
     with (
         emulating_mlakit(**settings) as emulation,
-        pretending(HOPPER_ARCH, selects_for),
+        pretending(arch, selects_for),
     ):
         try:
             before = trial.inputs.snapshot()
-            results = trial.call("hopper")
+            results = trial.call(backend)
             trial.inputs.assert_only_written(before)
         except Fault as fault:
             kind, message = type(fault).__name__, str(fault)

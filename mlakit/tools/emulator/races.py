@@ -46,7 +46,8 @@ class Shadow:
         self.writer: Array = np.zeros(words, np.int32)
         self.written: Array = np.zeros(words, np.int64)  # the writer's time
         self.is_initialised: Array = np.zeros(words, np.bool_)
-        self.reads: dict[int, Array] = {}  # by agent, the times of its last reads
+        # by agent, the times of its last reads since the last write; 0: none
+        self.reads: dict[int, Array] = {}
         self.places: dict[int, str] = {}  # by agent, the operation of its last access
 
 
@@ -71,7 +72,13 @@ class RaceDetector:
         shadow.places[access.agent] = access.where
 
     def write(self, shadow: Shadow, words: Array, access: Access) -> None:
-        """Check and record a write: it must come after the last write and all reads."""
+        """Check and record a write: it must come after the last write and all reads since then.
+
+        A read comes after the last write, which has been checked, so a write that comes after a
+        read comes after both: causality order is transitive. A stage that TMA has filled and
+        tcgen05 has read may be filled again once the commit says that it was read, though the
+        commit's arrival publishes no load of TMA.
+        """
         self._check_written(shadow, words, access, "write")
         for reader, times in shadow.reads.items():
             if access.in_order and reader == access.agent:
@@ -85,6 +92,8 @@ class RaceDetector:
                 and (times[words] > access.clock.fenced[reader]).any()
             ):
                 self._report_proxy(shadow, reader, "read")
+        for times in shadow.reads.values():
+            times[words] = 0
         shadow.writer[words], shadow.written[words] = access.agent, access.time
         shadow.is_initialised[words] = True
         shadow.places[access.agent] = access.where
@@ -109,6 +118,9 @@ class RaceDetector:
         late = access.clock.seen[writer] < written
         if access.in_order:
             late &= writer != access.agent
+        if action == "write":
+            for reader, times in shadow.reads.items():
+                late &= (times[words] == 0) | (times[words] > access.clock.seen[reader])
         if late.any():
             self._report(action, "written", shadow, int(writer[late][0]))
         if access.is_async:

@@ -388,14 +388,14 @@ def test_rows_that_tma_cannot_address_are_said_to_be_unaligned():
 
 
 def test_pages_of_one_row_are_addressed_by_the_page_stride():
-    from mlakit.kernels.hopper.decode.launch import _as_rows
+    from mlakit.kernels.hopper.pool_rows import pool_rows
     from mlakit.ops._checks import is_uniformly_strided
 
     pool = torch.arange(4 * 72.0).to(torch.bfloat16).view(4, 72)[:, :64]
     pages = pool.unsqueeze(1)
     assert pages.stride(1) == 64  # at which there is no row
     assert is_uniformly_strided(pages)
-    rows, apart = _as_rows(pages)
+    rows, apart = pool_rows(pages)
     assert apart == 1
     assert torch.equal(rows, pool)
 

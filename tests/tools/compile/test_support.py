@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from mlakit.dispatch import knobs, selection
 from mlakit.dispatch.architectures import arch_name
 from mlakit.formats import FORMATS, GROUP_FORMATS
+from mlakit.kernels.blackwell.support import why_not_triton
 from mlakit.tools import cli, support
 from mlakit.tools.compile import compilation, configurations
 from mlakit.tools.compile.compilation import Compiled
@@ -250,13 +251,17 @@ def test_support_as_json():
 def test_the_named_checks_leave_nothing_out():
     checks = configurations.named_checks()
     architectures = {*configurations.ARCHITECTURES, *configurations.AMD_ARCHITECTURES}
-    assert {arch for _, arch in checks} == architectures
+    assert {arch for _, arch in checks} - {103} == architectures
     on_amd = {name for name, arch in checks if arch in configurations.AMD_ARCHITECTURES}
     assert {configurations.CONFIGURATIONS[name].op for name in on_amd} == set(selection.OPS)
     assert set(checks) <= set(configurations.all_checks())
-    hopper = set(configurations.HOPPER)
-    assert {name for name, _ in checks} == set(configurations.CONFIGURATIONS) | hopper
+    hopper, blackwell = set(configurations.HOPPER), set(configurations.BLACKWELL)
+    if why_not_triton() is not None:
+        blackwell = set()
+    assert {name for name, _ in checks} == {*configurations.CONFIGURATIONS, *hopper, *blackwell}
     assert {arch for name, arch in checks if name in hopper} == {90}
+    for name in blackwell:
+        assert {arch for each, arch in checks if each == name} == {100, 103}
     assert len(checks) == len(set(checks))
     cases = configurations.CONFIGURATIONS.values()
     assert {case.op for case in cases} == set(selection.OPS)

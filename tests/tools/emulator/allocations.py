@@ -19,10 +19,10 @@ TILE = re.compile(r"local_alloc .*allocation\.offset = (\d+) .*memdesc<((?:\d+x)
 SCRATCH = re.compile(r"allocation\.offset = (\d+)")
 
 
-def shared_by_two(text: str) -> list[str]:
+def shared_by_two(text: str, arch: int = HOPPER_ARCH) -> list[str]:
     """Return the allocations of a kernel's IR that lie over each other, or over scratch memory."""
     tiles, scratch = [], []
-    for line in _allocated(text).splitlines():
+    for line in _allocated(text, arch).splitlines():
         tile = TILE.search(line)
         if tile:
             size = element_size(tile.group(3))
@@ -36,8 +36,8 @@ def shared_by_two(text: str) -> list[str]:
     return pairs + [f"{a} and {at}" for a in tiles for at in scratch if a[0] <= at < a[1]]
 
 
-def _allocated(text: str) -> str:
-    backend = make_backend(GPUTarget("cuda", HOPPER_ARCH, 32))
+def _allocated(text: str, arch: int) -> str:
+    backend = make_backend(GPUTarget("cuda", arch, 32))
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -47,6 +47,6 @@ def _allocated(text: str) -> str:
         module = ir.parse_mlir_module(str(file), context)
     module.context = context
     passes = ir.pass_manager(context)
-    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(passes, HOPPER_ARCH, PTX_VERSION)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(passes, arch, PTX_VERSION)
     passes.run(module, "allocate")
     return str(module)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mlakit.tools import cli
-from mlakit.tools.compile.configurations import HOPPER
+from mlakit.tools.compile.configurations import BLACKWELL, HOPPER
 from mlakit.tools.emulator import command
 from mlakit.tools.emulator.frontend import Launch
 from mlakit.tools.emulator.harness import Outcome, Step
@@ -73,7 +73,7 @@ def test_a_part_of_a_name_runs_several_with_several_seeds(monkeypatch):
 def test_the_list_has_every_configuration(monkeypatch):
     code, output = invoke(monkeypatch, "--list")
     assert code == 0
-    assert [line.split()[0] for line in output.splitlines()] == list(HOPPER)
+    assert [line.split()[0] for line in output.splitlines()] == list(HOPPER | BLACKWELL)
 
 
 @pytest.mark.parametrize(

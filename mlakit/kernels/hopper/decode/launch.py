@@ -57,6 +57,7 @@ from mlakit.kernels.hopper.decode.small_m_bf16 import mla_decode_small_m_bf16_ke
 from mlakit.kernels.hopper.decode.small_m_fp8_kv import mla_decode_small_m_fp8_kv_kernel
 from mlakit.kernels.hopper.device.primitives import smem_layout
 from mlakit.kernels.hopper.device.softmax import ScoreTraits
+from mlakit.kernels.hopper.pool_rows import pool_rows
 from mlakit.kernels.launch import launch, target
 from mlakit.model.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
@@ -242,13 +243,13 @@ def _cache_arguments(
 ) -> CacheArguments:
     """Return how a kernel reads rows; FP8 queries as loaded take `copied_bytes` of shared
     memory."""
-    rows, page_rows = _as_rows(layer.payload)
+    rows, page_rows = pool_rows(layer.payload)
     tile_rows = layer.page_size if layer.page_size in PAGES else BLOCK
     gather = _gather(kernel, layer, rows)
     is_gathered = gather.words is not None
     format = layer.codec.traits
     # support takes rotated columns in a tensor of their own only with the same PAGE_ROWS
-    rope_rows = rows if layer.rope is None else _as_rows(layer.rope)[0]
+    rope_rows = rows if layer.rope is None else pool_rows(layer.rope)[0]
     if not format.IS_E4M3:
         kv = _tma_tiles(rows, tile_rows, tiles.kv_columns)
         kv_rope = _tma_tiles(rope_rows, tile_rows, D_R)
@@ -343,7 +344,7 @@ def _query_tiles(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, 
         token_rows = q.stride(0)
         q_rows = q.as_strided((heads, (tokens - 1) * token_rows + width), (q.stride(1), 1))
     else:
-        q_rows, token_rows = _as_rows(q)
+        q_rows, token_rows = pool_rows(q)
     if q.dtype == E4M3:
         token_rows = token_rows // 4 if is_heads_major else token_rows
         return _tma_tiles(q_rows.view(torch.int32), rows, columns // 4), token_rows
@@ -358,12 +359,3 @@ def _tma_tiles(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     layout = _smem_layout(columns, tensor.element_size() * 8)
     shape, strides = list(tensor.shape), list(tensor.stride())
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
-
-
-def _as_rows(pool: Tensor) -> tuple[Tensor, int]:
-    """Return [pages, page_size, columns] as (rows of one stride, rows from a page to the next)."""
-    num_pages, page_size, columns = pool.shape
-    distance = pool.stride(0) if page_size == 1 < num_pages else pool.stride(1)
-    page_rows = pool.stride(0) // distance if num_pages > 1 else page_size
-    rows = (num_pages - 1) * page_rows + page_size if num_pages else 0
-    return pool.as_strided((rows, columns), (distance, 1)), page_rows

@@ -36,18 +36,21 @@ def lane_layout(warps):
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
-SMEM_16BIT = gl.constexpr(smem_layout(64, 16))  # of 64 or more columns
-SMEM_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-# four elements, all of them in each thread
-IN_EACH_THREAD = gl.constexpr(
-    gl.DistributedLinearLayout(
+@gluon.constexpr_function
+def in_each_thread(warps):
+    """Return the layout of [4], all of which each thread of one or four warps has."""
+    return gl.DistributedLinearLayout(
         reg_bases=[[1], [2]],
-        lane_bases=[[0], [0], [0], [0], [0]],
-        warp_bases=[[0], [0]],
+        lane_bases=[[0]] * 5,
+        warp_bases=[[0]] * (warps // 2),
         block_bases=[],
         shape=[4],
     )
-)
+
+
+SMEM_16BIT = gl.constexpr(smem_layout(64, 16))  # of 64 or more columns
+SMEM_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+IN_EACH_THREAD = gl.constexpr(in_each_thread(4))
 
 
 @gluon.jit

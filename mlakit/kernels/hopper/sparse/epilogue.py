@@ -86,18 +86,19 @@ def store_statistics(tile, outputs, heads, head, lse, row_sum, max_logit):
 def store_values(tile, outputs, heads, values, FIRST: gl.constexpr):
     """Store 128 or 256 columns of a result, from column FIRST on."""
     if outputs.out.dtype.element_ty == gl.float32:
-        _store(tile, outputs, heads, values, FIRST)
+        store_columns(tile, outputs, heads, values, FIRST)
     else:
         LAYOUT: gl.constexpr = _stored_layout(values.shape[1])
         values = gl.convert_layout(values.to(outputs.out.dtype.element_ty), LAYOUT)
-        _store(tile, outputs, heads, values, FIRST)
+        store_columns(tile, outputs, heads, values, FIRST)
 
 
 @gluon.jit
-def _store(tile, outputs, heads, values, FIRST: gl.constexpr):
+def store_columns(tile, outputs, heads, values, first):
+    """Store some columns [heads, columns] of a result, from column `first` on, as they lie."""
     LAYOUT: gl.constexpr = values.type.layout
-    head = tile.first_head + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = FIRST + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
+    head = tile.first_head + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))
+    column = first + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     token = outputs.out + tile.row * outputs.stride_out_token
     # int64: where heads are the outer axis, a head is all tokens apart
     at = gl.expand_dims(head.to(gl.int64) * outputs.stride_out_head, 1) + gl.expand_dims(column, 0)

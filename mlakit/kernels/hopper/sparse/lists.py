@@ -112,12 +112,12 @@ class BlockRange:
 
 
 @gluon.jit
-def locate_tile(work, tokens, tile):
+def locate_tile(work, tokens, tile, HEADS: gl.constexpr = 64):
     """Locate the results of a work tile; `tokens` is the number of tokens of the call."""
     token = tile // work.head_tiles // work.num_splits
     split = tile // work.head_tiles % work.num_splits
     row = split.to(gl.int64) * tokens + token
-    return WorkTile(row, token, tile % work.head_tiles * 64, -1)
+    return WorkTile(row, token, tile % work.head_tiles * HEADS, -1)
 
 
 # 128 entries, the same in every warp of a producer: reductions need no shared memory

@@ -1,0 +1,1 @@
+"""Sparse attention; `launch` is the entry point."""

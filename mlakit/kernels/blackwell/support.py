@@ -1,0 +1,83 @@
+"""Support of the Gluon kernels for sm_100 and sm_103; the portable kernels take everything else.
+
+They are compiled and emulated, and have not run on a GPU: `auto` takes one only where a check on
+that machine has passed (`dispatch.proofs`).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from mlakit.dispatch.architectures import arch_name
+from mlakit.dispatch.names import one_of
+from mlakit.dispatch.specs import KernelSpec, Problem, Use
+from mlakit.kernels.hopper.sparse.configs import D_V, ROWS
+
+ARCHS = (100, 103)
+OLDEST_TRITON = (3, 9)
+FORMATS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+FEW_HEADS = 64
+
+
+def _why_not_device(problem: Problem) -> str | None:
+    if problem.device != "cuda" or problem.arch not in ARCHS:
+        where = arch_name(problem.arch) if problem.device == "cuda" else problem.device
+        return f"needs {one_of([arch_name(arch) for arch in ARCHS])}, got {where}"
+    return why_not_triton()
+
+
+def why_not_triton() -> str | None:
+    """Return why the installed Triton cannot compile the kernels; None if it can."""
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        installed = "none"
+    numbers = tuple(int(each) for each in installed.split(".")[:2] if each.isdecimal())
+    if numbers >= OLDEST_TRITON:
+        return None
+    return f"needs Triton {'.'.join(map(str, OLDEST_TRITON))} or newer, got {installed}"
+
+
+def _why_not_sparse(problem: Problem) -> str | None:
+    refusal = _why_not_device(problem)
+    if refusal is not None:
+        return refusal
+    if problem.format not in FORMATS:
+        return f"needs rows of {one_of(list(FORMATS))}, got {problem.format}"
+    needed = FORMATS[problem.format]
+    if problem.dtype != needed:
+        return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
+    row = problem.row
+    if row is None or (row.width, row.v_width) not in ROWS:
+        got = "none" if row is None else f"{row.width}/{row.v_width}"
+        return f"needs rows of {one_of([f'{w}/{v}' for w, v in ROWS])}, got {got}"
+    if Use.Q_ROPE in problem.uses and row.kv_lora_rank != D_V:
+        return f"needs {D_V} latent columns with q_rope, got {row.kv_lora_rank}"
+    uses = [use for use in problem.uses if use != Use.Q_ROPE]
+    return uses[0].refusal if uses else None
+
+
+def _sparse_variant(problem: Problem) -> str:
+    """Return the rows that a kernel is compiled for."""
+    assert problem.row is not None
+    return f"{problem.format} {problem.row.width}/{problem.row.v_width}"
+
+
+def _why_slower_sparse(problem: Problem) -> str | None:
+    """Half of the tensor cores' work or more is for heads that are not there."""
+    if problem.heads <= FEW_HEADS:
+        return f"is for more than {FEW_HEADS} heads, got {problem.heads}"
+    return None
+
+
+SPECS = (
+    KernelSpec(
+        "blackwell",
+        "sparse_mla",
+        f"{__package__}.sparse.launch:sparse_mla",
+        _why_not_sparse,
+        kernel="m128_bf16",
+        why_slower=_why_slower_sparse,
+        variant=_sparse_variant,
+    ),
+)

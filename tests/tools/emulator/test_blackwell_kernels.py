@@ -1,0 +1,90 @@
+"""Blackwell's kernels in the emulator: right results, and no fault in any interleaving."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mlakit.tools.compile.configurations import BLACKWELL, BLACKWELL_ARCHS
+from mlakit.tools.emulator import harness
+
+pytest.importorskip("triton", minversion="3.9", reason="Blackwell's kernels need Triton 3.9")
+SAMPLE = ("blackwell-sparse-h128-bf16",)  # one of each kernel
+SEEDS = range(5)
+ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_kernel_has_no_fault(name, in_emulator):
+    outcome, shared = in_emulator(emulate_and_allocate, name)
+    assert outcome.passed, str(outcome)
+    # the emulator has a memory of its own for each allocation
+    assert shared == [], "Triton gives two allocations the same memory"
+
+
+def emulate_and_allocate(name: str) -> tuple[harness.Outcome, list[str]]:
+    """Run a configuration; return which allocations of its Gluon kernels share memory, too."""
+    from tests.tools.emulator.allocations import shared_by_two  # not in the process of the tests
+
+    found: list[str] = []
+
+    def allocate(kernel: str, text: str) -> str:
+        if "warp_specialize" in text:
+            found.extend(shared_by_two(text, BLACKWELL_ARCHS[0]))
+        return text
+
+    return harness.emulate(name, 0, mutate=allocate), found
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", BLACKWELL)
+def test_no_configuration_has_a_fault_with_any_seed(name, in_emulator):
+    for seed in SEEDS:
+        outcome = in_emulator(harness.emulate, name, seed)
+        assert outcome.passed, str(outcome)
+
+
+def fewest_keys() -> harness.Outcome:
+    """Run tokens whose lists have no block, one, or two, and a token whose entries are invalid."""
+    from mlakit.tools.workloads import SparseCase
+
+    given = {"heads": 3, "dtype": "bf16", "page_size": 1, "num_pages": 80, "num_tokens": 4, **ROW}
+    trial = SparseCase(**given, topk=130, sink="mixed").trial("cpu")
+    return harness.run_trial(trial, "few keys", 0, backend="blackwell")
+
+
+def test_short_lists_and_pages_of_one_row(in_emulator):
+    outcome = in_emulator(fewest_keys)
+    assert outcome.passed, str(outcome)
+
+
+def pages_with_gaps(first: int, topk: int) -> tuple[Any, Any]:
+    """Return the results of a layer whose pages have those of two others between them, and what the
+    oracle says."""
+    from mlakit import PagedLatentCache, reference, sparse_mla
+    from mlakit.model.geometry import RowShape
+    from mlakit.tools.emulator.frontend import emulating_mlakit
+
+    generator = torch.Generator().manual_seed(3)
+    pages = torch.full((9, 1, 3, 8, 1, 576), torch.nan, dtype=torch.bfloat16)
+    own = torch.randn(9, 8, 576, generator=generator).bfloat16()
+    own[first:] = torch.nan
+    pages[:, 0, 1, :, 0] = own
+    cache = PagedLatentCache.wrap(pages, RowShape(512, 64), format="bf16")
+    q = torch.randn(2, 5, 576, generator=generator).bfloat16()
+    rows = torch.randint(0, 8 * first, (2, topk), generator=generator, dtype=torch.int32)
+    rows[:, ::3] = -1
+    with emulating_mlakit(arch=BLACKWELL_ARCHS[0]):
+        results = sparse_mla(q, cache, rows, layer=1, softmax_scale=0.1, backend="blackwell")
+    expected = reference.sparse_mla(
+        q.double(), own.view(-1, 576).double(), rows, softmax_scale=0.1, v_width=512
+    )
+    return results, expected
+
+
+def test_rows_of_a_layer_with_others_between_its_pages(in_emulator):
+    results, expected = in_emulator(pages_with_gaps, 7, 70)
+    for result, exact, bound in zip(results, expected, (1e-2, 1e-4, 1e-4), strict=True):
+        torch.testing.assert_close(result.double(), exact, atol=bound, rtol=1e-2)
