@@ -14,7 +14,7 @@ from torch import Tensor
 import mlakit
 from mlakit import KVShard, PagedLatentCache, RowShape
 from mlakit.model.masks import Mask
-from mlakit.plan import DecodePlanTensors
+from mlakit.plan import DecodePlanTensors, EvenSplit
 
 
 class Pools:
@@ -53,7 +53,8 @@ class DecodeBatch:
     """The decode requests of one step, for all layers; `plan` is made by the first that attends.
 
     is_batch_invariant  a request's result has the same bits whatever other requests are there: its
-                        keys are cut by its own length, and there is no plan
+                        keys are cut by its own length, and no plan is made
+    num_splits          parts that they are cut in then; None: as many as the op takes
     """
 
     block_table: Tensor
@@ -62,7 +63,8 @@ class DecodeBatch:
     shard: KVShard | None = None
     mask: Mask = mlakit.CAUSAL
     is_batch_invariant: bool = False
-    plan: DecodePlanTensors | None = None
+    num_splits: int | None = None
+    plan: DecodePlanTensors | EvenSplit | None = None
 
 
 def decode(
@@ -84,7 +86,9 @@ def decode(
     """
     q_latent, q_rope = q if isinstance(q, tuple) else (q, None)
     several = batch.q_starts is not None
-    if batch.plan is None and not batch.is_batch_invariant:
+    if batch.is_batch_invariant:
+        batch.plan = None if batch.num_splits is None else EvenSplit(batch.num_splits)
+    elif batch.plan is None:
         batch.plan = mlakit.plan_mla_decode(
             pool,
             batch.block_table,

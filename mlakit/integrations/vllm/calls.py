@@ -18,6 +18,7 @@ from torch import Tensor
 import mlakit
 from mlakit import KVShard, PagedLatentCache, UnsupportedError
 from mlakit.dispatch.checks import Dims
+from mlakit.formats.rows import Format
 from mlakit.integrations import steps
 from mlakit.integrations.steps import DecodeBatch
 from mlakit.parallel.select import best_of_rank, best_of_ranks, own_positions
@@ -27,7 +28,7 @@ PACKED_CACHE_DTYPE, PACKED_BYTES = "fp8_ds_mla", 656
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHE_DTYPES, PACKED_CACHE_DTYPE)
 
 
-def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> str:
+def format_of(kv_cache_dtype: str, dtype: torch.dtype) -> Format:
     """The format of cache rows by vLLM's name; `auto` stands for the dtype of the model."""
     if kv_cache_dtype == PACKED_CACHE_DTYPE:
         return "fp8_block128"
@@ -55,17 +56,21 @@ def decode_batch(
     global_seq_lens: Tensor | None = None,
     shard: KVShard | None = None,
     is_batch_invariant: bool = False,
+    num_splits: int | None = None,
 ) -> DecodeBatch:
     """Return the batch that all layers of a decode step share.
 
     max_query_len  of a request; vLLM gives less for the block of a draft that is not causal
     num_tokens     of all requests, the padding of a CUDA graph included
+    num_splits     parts that batch-invariant decode cuts the keys of a request in
 
     With one query per request, all keys of a rank are visible, so that their number is enough. With
     drafts, a query sees the keys up to its own position: that needs the global lengths and the
     shard, where the cache is split over the ranks of a context-parallel group.
     """
-    made = DecodeBatch(block_table, seq_lens, is_batch_invariant=is_batch_invariant)
+    made = DecodeBatch(
+        block_table, seq_lens, is_batch_invariant=is_batch_invariant, num_splits=num_splits
+    )
     if max_query_len <= 1 and num_tokens == seq_lens.shape[0]:
         return made
     made.q_starts = query_start_loc

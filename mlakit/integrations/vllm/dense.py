@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mlakit import NULL, KVShard, format_of_dtype
+from mlakit import NULL, KVShard, RowShape, format_of_dtype
 from mlakit.integrations import steps
-from mlakit.integrations.vllm import calls, plugin, seams
+from mlakit.integrations.vllm import calls, plugin, seams, workspaces
 from mlakit.integrations.vllm.cached_layer import CachedLayer
 from mlakit.integrations.vllm.seams import (
     AttentionCGSupport,
@@ -22,6 +22,7 @@ from mlakit.integrations.vllm.seams import (
     QueryLenSupport,
 )
 from mlakit.integrations.warmup import compile_kernels
+from mlakit.kernels.launch import target
 
 PAGE = 64  # tokens
 FLOAT_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -124,6 +125,33 @@ def warm_up(kv_cache_spec: Any, layer_name: str, vllm_config: Any, device: Any) 
     compile_kernels("vllm", device, describe)
 
 
+def bounded_splits(
+    kv_cache_spec: Any, layer_name: str, vllm_config: Any, device: torch.device
+) -> int | None:
+    """Return the parts of a request in batch-invariant decode; see `invariant_splits`."""
+    if device.type != "cuda" or not seams.batch_invariant:
+        return None
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    impl = vllm_config.compilation_config.static_forward_context[layer_name].impl
+    drafting, pages = vllm_config.speculative_config, kv_cache_spec.block_size
+    rows = workspaces.context_rows(model.max_model_len, scheduler.max_num_seqs, pages)
+    widths = impl.qk_nope_head_dim + impl.v_head_dim
+    return workspaces.invariant_splits(
+        workspaces.Layer(
+            RowShape(impl.kv_lora_rank, impl.qk_rope_head_dim),
+            calls.format_of(impl.kv_cache_dtype, model.dtype),
+            model.dtype,
+            impl.num_heads * vllm_config.parallel_config.decode_context_parallel_size,
+            pages,
+        ),
+        target(device),
+        requests=scheduler.max_num_seqs,
+        drafts=0 if drafting is None else drafting.num_speculative_tokens,
+        max_model_len=model.max_model_len,
+        budget=rows * impl.num_heads * widths * model.dtype.itemsize,
+    )
+
+
 class DenseMetadataBuilder(MLACommonMetadataBuilder):
     """Metadata of a step, built outside of CUDA graphs: no plan is made here."""
 
@@ -140,6 +168,7 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
         )
         first = self.compilation_config.static_forward_context[layer_names[0]]
         self.dcp_rank: int = first.impl.dcp_rank
+        self.num_splits = bounded_splits(kv_cache_spec, layer_names[0], vllm_config, device)
         warm_up(kv_cache_spec, layer_names[0], vllm_config, device)
 
     def _build_decode(
@@ -167,6 +196,7 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
             max_query_len,
             num_decode_tokens,
             is_batch_invariant=bool(seams.batch_invariant),
+            num_splits=self.num_splits,
             global_seq_lens=dcp_tot_seq_lens_device,
             shard=shard,
         )

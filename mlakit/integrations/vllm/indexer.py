@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from mlakit import KVShard, PagedLatentCache
-from mlakit.integrations.vllm import plugin, seams, selection
+from mlakit import KVShard, PagedLatentCache, RowShape
+from mlakit.integrations.vllm import calls, plugin, seams, selection, workspaces
 from mlakit.integrations.vllm.seams import SparseAttnIndexer
+from mlakit.kernels.launch import target
 
 OP = "mlakit_select_tokens"
 # indexers that run here, by the name of their cache
@@ -108,7 +109,8 @@ def select_tokens(
 
 
 def most_bytes(indexer: Any, q: torch.Tensor) -> int:
-    """Return the most memory that the selection of a layer takes in any step, in bytes."""
+    """Return the most memory that the selection of a layer, or the attention to it, takes in any
+    step, in bytes."""
     logits_bytes = seams.max_logits_bytes()
     if not q.is_cuda:
         return logits_bytes
@@ -120,7 +122,25 @@ def most_bytes(indexer: Any, q: torch.Tensor) -> int:
         prefill_tokens=scheduler.max_num_batched_tokens,
         logits_bytes=logits_bytes,
     )
-    return selection.workspace_bytes(q, indexer.topk_tokens, limits)
+    selected = selection.workspace_bytes(q, indexer.topk_tokens, limits)
+    tokens = max(limits.prefill_tokens, limits.decode_tokens)
+    attended = workspaces.sparse_bytes(
+        layer_of(indexer.config), target(q.device), tokens=tokens, k=indexer.topk_tokens
+    )
+    return max(selected, attended)
+
+
+def layer_of(config: Any) -> workspaces.Layer:
+    """Describe the attention that uses the selection."""
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    widths = model.hf_text_config
+    return workspaces.Layer(
+        RowShape(widths.kv_lora_rank, widths.qk_rope_head_dim),
+        calls.format_of(cache.cache_dtype, model.dtype),
+        model.dtype,
+        model.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size,
+        selection.INDEX_PAGE,
+    )
 
 
 def ranks_of(indexer: Any) -> selection.Ranks | None:

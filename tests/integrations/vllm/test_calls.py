@@ -124,7 +124,8 @@ def test_drafts_whose_tokens_see_each_other(interleave, device):
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("heads", [16, 64])
-def test_a_request_alone_has_the_bits_that_it_has_in_a_batch(kind, heads, device):
+@pytest.mark.parametrize("num_splits", [None, 3])
+def test_a_request_alone_has_the_bits_that_it_has_in_a_batch(kind, heads, num_splits, device):
     lengths = [9000, 64, 4097, 1, 300]
     cache = cache_of(kind, lengths, device)
     q = queries(len(lengths), device, heads)
@@ -134,7 +135,7 @@ def test_a_request_alone_has_the_bits_that_it_has_in_a_batch(kind, heads, device
         of = lengths[requests]
         batch = calls.decode_batch(
             cache.table[requests], lens(of, device), starts([1] * len(of), device), 1, len(of),
-            is_batch_invariant=True,
+            is_batch_invariant=True, num_splits=num_splits,
         )  # fmt: skip
         return steps.decode(parts(q[requests]), pool, batch, SCALE)
 
