@@ -53,7 +53,7 @@ LAYERS = (
     "tools tools.columns tools.options tools.testing",
     "tools.workloads",
     "tools.bench tools.check tools.compile",
-    "tools.accuracy tools.demo tools.doctor tools.emulator tools.generate tools.memory tools.prove"
+    "tools.accuracy tools.demo tools.doctor tools.emulator tools.generate tools.memory"
     " tools.support tools.tiny",
     "tools.planner",
     "tools.commands",
@@ -73,7 +73,7 @@ NEEDED_BY = {
     r"|kernels/(triton|hopper|blackwell)/(?!support|configs|decode/configs).*|tools/emulator/.*"
     r"|precompile/listing\.py",
     "transformers": r"integrations/transformers/"
-    r"(cache_layers|layer_classes|static_cache|step_hooks)\.py",
+    r"(cache_layers|layer_classes|static_cache|step_hooks|v4_hooks)\.py",
 }
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "v2"}
 # the folders a developer's machine has and a user's has not

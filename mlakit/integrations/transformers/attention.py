@@ -16,13 +16,14 @@ from mlakit import (
     physical_rows,
     prefill_attend,
 )
-from mlakit.integrations.transformers import checks
+from mlakit.integrations.transformers import checks, v4_attention
 from mlakit.integrations.transformers.pool import LatentPool
 from mlakit.integrations.transformers.selected_columns import (
     SelectedColumns,
     pools_keys,
     selects_all,
 )
+from mlakit.model.v4 import MODEL_TYPE as V4_MODEL_TYPE
 from mlakit.steps.step import DECODE_THRESHOLD
 from mlakit.steps.weight_copies import identity
 
@@ -72,6 +73,9 @@ def attention(
 
     Returns [batch, length, heads, D_V]; 0 for padding.
     """
+    if v4_attention.is_v4(module):
+        given = others | {"attention_mask": attention_mask, "indices": indices}
+        return v4_attention.attention(module, query, key, scaling, dropout, given), None
     checks.check_patched(module)
     checks.check_attention_arguments(module, dropout, others)
     if isinstance(attention_mask, SelectedColumns):
@@ -195,6 +199,8 @@ def mask(*args: Any, config: Any = None, **arguments: Any) -> Tensor | None:
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+    if getattr(config, "model_type", None) == V4_MODEL_TYPE:  # every window is that of the config
+        return None
     if arguments.get("mask_function", causal_mask_function) is not causal_mask_function:
         raise UnsupportedError(
             "mlakit: the mask must be causal; packed sequences and other masks are not supported"

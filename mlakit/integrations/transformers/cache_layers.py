@@ -178,20 +178,11 @@ def pools_of(
 
     layers  the indices of the MLA layers in the cache, and where their rows lie
     """
-    if not isinstance(cache, DynamicCache):
-        got = type(cache).__name__
-        raise ValueError(
-            "mlakit: past_key_values must be a DynamicCache, or for a cache of fixed size the "
-            f"StaticLatentCache of mlakit.integrations.transformers.static_cache, got {got}"
-        )
     known = known_pools(cache, list(layers))
     if known:
-        _check_devices(cache, layers)
+        check_begun(cache, layers)
         return known
-    if cache.get_seq_length():
-        raise ValueError("mlakit: past_key_values must be empty or begun by a patched model")
-    if cache.offloading:
-        raise ValueError("mlakit: past_key_values must not be offloaded")
+    cache = check_new(cache)
     pools: dict[torch.device, LatentPool] = {}
     for device, count in Counter(layers.values()).items():
         pools[device] = LatentPool(count, format, page_size, device)
@@ -211,7 +202,23 @@ def pools_of(
     return list(pools.values())
 
 
-def _check_devices(cache: DynamicCache, layers: Mapping[int, torch.device]) -> None:
+def check_new(cache: object) -> DynamicCache:
+    """A cache without tokens whose layers can be those of a pool."""
+    if not isinstance(cache, DynamicCache):
+        got = type(cache).__name__
+        raise ValueError(
+            "mlakit: past_key_values must be a DynamicCache, or for a cache of fixed size the "
+            f"StaticLatentCache of mlakit.integrations.transformers.static_cache, got {got}"
+        )
+    if cache.get_seq_length():
+        raise ValueError("mlakit: past_key_values must be empty or begun by a patched model")
+    if cache.offloading:
+        raise ValueError("mlakit: past_key_values must not be offloaded")
+    return cache
+
+
+def check_begun(cache: Any, layers: Mapping[int, torch.device]) -> None:
+    """The rows of a cache that a patched model began are where the weights are."""
     for layer, device in layers.items():
         own: Any = cache.layers[layer]
         if own.pool.device != device:

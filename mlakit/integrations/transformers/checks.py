@@ -136,8 +136,14 @@ def check_implementation(found: str | None) -> None:
 
 def device_of(module: nn.Module) -> torch.device:
     """The device of a module's weights, which is where its latents are cached."""
-    device: torch.device = module.kv_b_proj.weight.device  # type: ignore[union-attr,assignment]
-    return device
+    return anchor(module).device
+
+
+def anchor(module: Any) -> Tensor:
+    """The weight of an attention module that stands for its device and its dtype."""
+    linear = module.kv_b_proj if hasattr(module, "kv_b_proj") else module.o_a_proj
+    weight: Tensor = linear.weight
+    return weight
 
 
 class UpWeight(NamedTuple):
@@ -200,10 +206,7 @@ def check_inference(decoder: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Refuse training and gradients: there is no backward."""
     if decoder.training:
         raise UnsupportedError("mlakit: the model must not be in training mode; call model.eval()")
-    if torch.is_grad_enabled() and any(
-        module.kv_b_proj.weight.requires_grad  # type: ignore[union-attr]
-        for module in modules
-    ):
+    if torch.is_grad_enabled() and any(anchor(module).requires_grad for module in modules):
         raise UnsupportedError(
             "mlakit: there is no backward; call the model under torch.no_grad() or "
             "torch.inference_mode(), or model.requires_grad_(False)"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mlakit import V4Cache
 from mlakit.formats import ENGINE_NAMES, Format
 from mlakit.integrations.transformers.patching import patch
 from mlakit.model.releases import download_hint
@@ -163,9 +164,7 @@ def cache_use(cache: Any) -> CacheUse:
     tokens = int(cache.get_seq_length())
     per_token = sum(map(_bytes, _own_tensors(cache))) / tokens
     for pool in _pools(cache):
-        per_token += sum(map(_bytes, _pool_tensors(pool))) / (
-            pool.cache.num_pages * pool.cache.page_size
-        )
+        per_token += _token_bytes(pool)
     return CacheUse(tokens, cache_bytes(cache), per_token)
 
 
@@ -173,13 +172,25 @@ def _pools(cache: Any) -> list[Any]:
     return list(dict.fromkeys(layer.pool for layer in cache.layers if hasattr(layer, "pool")))
 
 
+def _token_bytes(pool: Any) -> float:
+    """Bytes that each further token adds to a pool."""
+    if isinstance(pool.cache, V4Cache):
+        return pool.cache.token_bytes
+    rows: int = pool.cache.num_pages * pool.cache.page_size
+    return sum(map(_bytes, _pool_tensors(pool))) / rows
+
+
 def _pool_tensors(pool: Any) -> list[Tensor]:
-    return [each for each in (pool.cache.payload, pool.cache.beside) if each is not None]
+    caches = pool.cache.caches if isinstance(pool.cache, V4Cache) else [pool.cache]
+    stored = (part for cache in caches for part in (cache.payload, cache.beside))
+    return [each for each in stored if each is not None]
 
 
 def _own_tensors(cache: Any) -> list[Tensor]:
     names = ("keys", "values", "indexer_keys")
-    found = (getattr(layer, name, None) for layer in cache.layers for name in names)
+    found = [getattr(layer, name, None) for layer in cache.layers for name in names]
+    for layer in cache.layers:  # of DeepSeek-V4
+        found += getattr(layer, "compressed_kv", {}).values()
     return [each for each in found if isinstance(each, Tensor)]
 
 

@@ -11,7 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from mlakit.dispatch.checks import Dims
 from mlakit.formats import Format
-from mlakit.integrations.transformers import attention, checks, continuous, selected_columns
+from mlakit.integrations.transformers import (
+    attention,
+    checks,
+    continuous,
+    selected_columns,
+    v4_attention,
+)
 
 _PATCH = "_mlakit_patch"
 
@@ -55,22 +61,30 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> P
     page_size = Dims("patch").integer("page_size", page_size, 1)
     if _PATCH in model.__dict__:
         raise ValueError("patch: the model is patched already; call unpatch first")
-    modules = checks.mla_modules(model)
-    checks.check_model(model, modules, format)
+    v4 = v4_attention.v4_modules(model)
+    modules = v4 or checks.mla_modules(model)
+    if v4:
+        v4_attention.check_model(v4, format)
+    else:
+        checks.check_model(model, modules, format)
     checks.check_own_config(model, modules)
     from mlakit.integrations.transformers.step_hooks import StepHooks, register_attention
+    from mlakit.integrations.transformers.v4_hooks import V4StepHooks
 
     register_attention()
     implementation = model.config._attn_implementation
     _set_implementation(model, checks.NAME)
-    for module in modules:
+    for module in v4:
+        v4_attention.hand_over(module)
+    for module in () if v4 else modules:
         module.__dict__["expand_kv"] = attention.unexpanded
         selected_columns.hand_over(module)
     decoder: nn.Module = model.get_decoder()
-    hooks = StepHooks(decoder, modules, format, page_size)
+    hooks = (V4StepHooks if v4 else StepHooks)(decoder, modules, format, page_size)
     begin = decoder.register_forward_pre_hook(hooks.begin, with_kwargs=True)
     end = decoder.register_forward_hook(hooks.end, with_kwargs=True, always_call=True)
-    model.__dict__["generate_batch"] = partial(continuous.generate_batch, model)
+    batch_function = v4_attention.refuse_generate_batch if v4 else continuous.generate_batch
+    model.__dict__["generate_batch"] = partial(batch_function, model)
     model.__dict__[_PATCH] = Patch(implementation, (begin, end))
     return Patched(model)
 
@@ -113,6 +127,8 @@ def unpatch(model: Any) -> None:
     del model.__dict__["generate_batch"]
     for hook in undone.hooks:
         hook.remove()
+    for module in v4_attention.v4_modules(model):
+        v4_attention.undo(module)
     for module in checks.mla_modules(model):
         module.__dict__.pop("expand_kv", None)
         selected_columns.undo(module)

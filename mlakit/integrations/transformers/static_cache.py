@@ -20,6 +20,7 @@ from mlakit.dispatch.checks import Dims, values_visible
 from mlakit.formats import Format
 from mlakit.integrations.transformers import checks
 from mlakit.integrations.transformers.selected_columns import pools_keys
+from mlakit.integrations.transformers.v4_attention import v4_modules
 
 
 class StaticLatentLayer(CacheLayerMixin):
@@ -188,6 +189,11 @@ class StaticLatentCache(Cache):
         batch = dims.integer("batch_size", batch_size, 1)
         page_size = dims.integer("page_size", page_size, 1)
         pages = -(-dims.integer("max_length", max_length, 1) // page_size)
+        if v4_modules(model):
+            name = type(model).__name__
+            raise UnsupportedError(
+                f"StaticLatentCache: {name} has compressed rows, whose number no graph knows"
+            )
         modules = checks.mla_modules(model)
         checks.check_model(model, modules, format)
         checks.check_one_device("StaticLatentCache: the model must have", modules)

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mlakit.formats import Format
@@ -60,13 +60,8 @@ class StepHooks:
             self._check_static(cache, given.get("attention_mask"))
             return args, kwargs
         mask = checks.check_mask(given.get("attention_mask"))
-        x = given.get("input_ids")
-        x = given.get("inputs_embeds") if x is None else x
-        if x is None:
-            raise ValueError("mlakit: input_ids or inputs_embeds must be given")
-        use_cache = given.get("use_cache")
-        if cache is None and (config.use_cache if use_cache is None else use_cache):
-            cache = given["past_key_values"] = DynamicCache(config=config)
+        x = self._input(given)
+        cache = self._cache(given, config)
         devices = [checks.device_of(module) for module in self.modules]
         if cache is None:
             pools = [LatentPool(1, None, self.page_size, each) for each in dict.fromkeys(devices)]
@@ -93,6 +88,21 @@ class StepHooks:
                 pool.roll_back()
             else:
                 pool.commit()
+
+    def _input(self, given: dict[str, Any]) -> Tensor:
+        """The new tokens, [batch, length] or [batch, length, hidden]."""
+        ids = given.get("input_ids")
+        x: Tensor | None = given.get("inputs_embeds") if ids is None else ids
+        if x is None:
+            raise ValueError("mlakit: input_ids or inputs_embeds must be given")
+        return x
+
+    def _cache(self, given: dict[str, Any], config: Any) -> Any:
+        """The cache of the forward: a new one where none is given and one is wanted."""
+        cache, use_cache = given.get("past_key_values"), given.get("use_cache")
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
+            cache = given["past_key_values"] = DynamicCache(config=config)
+        return cache
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self.names, args, strict=False)) | kwargs

@@ -127,6 +127,21 @@ class V4Cache:
             for name, lane in self.lanes.items()
         }
 
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that each further token adds for ever: compressed rows and index keys."""
+        return sum(
+            cache.codec.bytes_per_token * cache.num_layers / self._tokens(name)
+            for name, lane in self.lanes.items()
+            if name in LANE.values()
+            for cache in lane.caches.values()
+        )
+
+    @property
+    def caches(self) -> list[PagedLatentCache]:
+        """The rows of all lanes."""
+        return [cache for lane in self.lanes.values() for cache in lane.caches.values()]
+
     def cache(self, lane: str, name: str = "rows") -> PagedLatentCache:
         """The rows of a lane; those of index keys by the name "index"."""
         return self.lanes[lane].caches[name]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mlakit.cache import PagedLatentCache
+from mlakit.cache import PagedLatentCache, from_host
 from mlakit.cache.pages import PageAllocator, PageCopy, PagedSequence
 from mlakit.formats import Format
 from mlakit.model.geometry import RowShape
@@ -81,7 +81,7 @@ class Lane:
 
     def page_table(self, sequences: Sequence[PagedSequence]) -> Tensor:
         """Return int32 [batch, pages], −1 where there is no page."""
-        return self.allocator.page_table(sequences, device=self.device)
+        return from_host(self.allocator.page_table(sequences), torch.int32, self.device)
 
     @property
     def nbytes(self) -> int:
