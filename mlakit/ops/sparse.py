@@ -162,7 +162,8 @@ def _uses(a: SparseArguments) -> Iterator[Use]:
     if a.extra is not None and a.extra.codec.is_split:
         yield Use.SPLIT_EXTRA
     layers = [a.layer] if a.extra is None else [a.layer, a.extra]
-    if not all(_is_aligned(each.payload) for each in layers):
+    tensors = (tensor for layer in layers for tensor in (layer.payload, layer.rope))
+    if not all(_is_aligned(each) for each in tensors if each is not None):
         yield Use.UNALIGNED_CACHE
     elif any(_has_uneven_pages(each.payload) for each in layers):
         yield Use.UNEVEN_PAGES

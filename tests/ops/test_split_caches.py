@@ -140,8 +140,12 @@ TAKEN = {
     **{("cpu", op): SPLIT_FORMATS for op in OPS},
     **{("triton", op): SPLIT_FORMATS for op in OPS if op != "indexer_logits"},
     **{(f"hopper:{name}", "mla_decode"): ("bf16_split", "fp16_split") for name in SIXTEEN_BIT},
-    ("hopper:m64_fp8_qk", "mla_decode"): ("fp8_split",),
-    ("hopper:small_m_fp8_kv", "mla_decode"): ("fp8_split",),
+    **{
+        (f"hopper:{name}", "mla_decode"): ("fp8_split",)
+        for name in ("m64_fp8_qk", "m64_fp8_kv", "small_m_fp8_kv")
+    },
+    ("hopper:m64_bf16", "sparse_mla"): ("bf16_split", "fp16_split"),
+    ("hopper:m64_fp8_kv", "sparse_mla"): ("fp8_split",),
 }
 
 
@@ -170,8 +174,10 @@ def str_of(format: str) -> str:
 
 
 @pytest.mark.parametrize("spec", selection.specs("sparse_mla"), ids=lambda spec: spec.name)
-def test_hopper_refuses_a_split_extra_cache(spec):
+@pytest.mark.parametrize("uses", [(), (Use.OTHER_EXTRA_FORMAT,)], ids=["both", "extra"])
+def test_hopper_refuses_a_split_extra_cache(uses, spec):
     device = {"cpu": ("cpu", 0)}.get(spec.backend, ("cuda", 90))
-    uses = (Use.OTHER_EXTRA_FORMAT, Use.SPLIT_EXTRA)
-    problem = Problem(*device, "torch.bfloat16", "bf16", 16, 64, RowShape(512, 64), uses=uses)
-    assert (spec.why_not(problem) is None) == (spec.backend != "hopper")
+    format = "bf16" if uses else "bf16_split"
+    uses = (*uses, Use.SPLIT_EXTRA)
+    problem = Problem(*device, "torch.bfloat16", format, 16, 64, RowShape(512, 64), uses=uses)
+    assert (spec.why_not(problem) is None) == (spec.backend in ("cpu", "triton"))

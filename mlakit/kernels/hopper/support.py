@@ -71,6 +71,9 @@ def _why_not_decode(problem: Problem) -> str | None:
     if row is None or (row.width, row.v_width) != ROW:
         got = "none" if row is None else f"{row.width}/{row.v_width}"
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
+    if row.kv_lora_rank != D_C:
+        got = f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
+        return f"needs {D_C} + {D_R} columns, got {got}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
     return refused[0].refusal if refused else None
 
@@ -110,8 +113,6 @@ def _needs_fp8_query(problem: Problem) -> str | None:
 
 
 def _why_not_m64_fp8_kv(problem: Problem) -> str | None:
-    if problem.format in SPLIT_FORMATS:
-        return f"needs rows in one tensor, got {problem.format}"
     refusal = _needs_format(*_FP8_FORMATS)(problem)
     if refusal is None and problem.dtype == E4M3 and _traits(problem).SCALED_BY != "group":
         refusal = f"needs 16-bit queries with rows of {problem.format}, got {problem.dtype}"
@@ -194,17 +195,18 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
         refusal = _why_not_device(problem)
         if refusal is not None:
             return refusal
-        if problem.format not in formats:
+        stored = _stored(problem)
+        if stored not in formats:
             return f"needs rows of {' or '.join(formats)}, got {problem.format}"
-        if problem.dtype not in formats[problem.format]:
-            needed = " or ".join(formats[problem.format])
+        if problem.dtype not in formats[stored]:
+            needed = " or ".join(formats[stored])
             return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
         row = problem.row
         if row is None or (row.width, row.v_width) not in SPARSE_ROWS:
             needed = " or ".join(f"{width}/{v_width}" for width, v_width in SPARSE_ROWS)
             got = "none" if row is None else f"{row.width}/{row.v_width}"
             return f"needs rows of {needed}, got {got}"
-        if kernel != "m64_bf16":
+        if kernel != "m64_bf16" or problem.format in SPLIT_FORMATS:
             taken = [(D_C, D_R), (D_C, 0)]
             if _traits(problem).HAS_E8M0_SCALES:
                 taken = [(SPARSE_D_V - D_R, D_R)]
@@ -245,14 +247,16 @@ _LAUNCH = f"{__package__}.decode.launch"
 def _with_pages(
     kernel: str, why_not: Callable[[Problem], str | None]
 ) -> Callable[[Problem], str | None]:
-    """Return the predicate of a kernel whose gather producer reads rows of one tensor only."""
+    """Return the predicate of a kernel whose gather producer reads rows of one tensor only; that of
+    m64_fp8_kv loads rotated columns itself."""
     smallest = MIN_TMA_PAGE_M64_BF16 if kernel == "m64_bf16" else PAGES[0]
     taken = [page for page in PAGES if page >= smallest]
 
     def why_not_pages(problem: Problem) -> str | None:
         refusal = why_not(problem)
         is_tma_page = problem.page_size in taken or problem.page_size % BLOCK == 0
-        if refusal is None and problem.format in SPLIT_FORMATS and not is_tma_page:
+        is_taken = is_tma_page or kernel == "m64_fp8_kv"
+        if refusal is None and problem.format in SPLIT_FORMATS and not is_taken:
             sizes = f"{', '.join(map(str, taken))} or a multiple of {BLOCK}"
             refusal = f"needs pages of {sizes} rows with {problem.format}, got {problem.page_size}"
         return refusal

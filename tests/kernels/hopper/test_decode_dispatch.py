@@ -357,6 +357,8 @@ def test_hopper_is_the_first_choice_for_fp8_qk(uses, format):
             "takes no unaligned rows of q: no TMA descriptor can address them",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
+        # tiles of queries end at column 512
+        ({"row": RowShape(520, 56, 512)}, "needs 512 + 64 columns, got 520 + 56"),
         ({"mask": "chunked"}, "needs a mask of null or causal, got chunked"),
         ({"uses": (Use.KV_SHARD,)}, "takes no kv_shard"),
     ],

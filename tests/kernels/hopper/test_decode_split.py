@@ -32,7 +32,9 @@ def kernel_for(format: str, dtype: str, heads: int) -> str:
     """The kernel that decodes such rows, with much work where there are many heads."""
     if format != "fp8_split":
         return "small_m_bf16" if heads <= 32 else "m64_bf16"
-    return "m64_fp8_qk" if heads > 32 and dtype == "e4m3" else "small_m_fp8_kv"
+    if heads <= 32:
+        return "small_m_fp8_kv"
+    return "m64_fp8_qk" if dtype == "e4m3" else "m64_fp8_kv"
 
 
 @pytest.mark.gpu
@@ -55,9 +57,34 @@ def test_rows_in_two_tensors(kind, heads, page_size, lengths):
 
 
 @pytest.mark.gpu
+@pairwise(page_size=[1, 8, 24, 96, 192], num_layers=[1, 2], lengths=[SHORT, LONG])
+def test_m64_fp8_kv_with_any_pages(page_size, num_layers, lengths):
+    """It loads rotated columns itself, row by row."""
+    case = DecodeCase(
+        **ROW,
+        **lengths,
+        format="fp8_split",
+        tensor_scale=0.3,
+        heads=64,
+        page_size=page_size,
+        num_layers=num_layers,
+    )
+    case.run("cuda", "hopper:m64_fp8_kv")
+
+
+def with_gaps(dtype: torch.dtype) -> PagedLatentCache:
+    """A split pool with NaNs between rows, more of them in the rotated columns."""
+    ckv, kpe = (
+        torch.full((4, 64, columns), torch.nan, device="cuda").to(dtype) for columns in (528, 112)
+    )
+    return PagedLatentCache.wrap_split(ckv[..., :512], kpe[..., :64])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("heads", [16, 64])
-def test_results_are_those_of_joined_rows_bit_by_bit(kind, heads):
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_results_are_those_of_joined_rows_bit_by_bit(kind, heads, has_gaps):
     format, dtype = kind
     row, own = RowShape(512, 64), torch.Generator().manual_seed(0)
     values, slots = torch.randn(256, 576, generator=own), torch.arange(256)
@@ -68,6 +95,8 @@ def test_results_are_those_of_joined_rows_bit_by_bit(kind, heads):
     results = []
     for name in (format, format.removesuffix("_split")):
         cache = PagedLatentCache.allocate(row, name, num_pages=4, page_size=64, device="cuda")
+        if has_gaps and name == format:
+            cache = with_gaps(cache.payload.dtype)
         cache.layer(0).write(slots.cuda(), values.cuda())
         backend = f"hopper:{kernel_for(format, dtype, heads)}"
         given = {"softmax_scale": 0.1, "backend": backend}
@@ -101,6 +130,8 @@ def test_pages_that_need_a_gather_producer_are_refused(heads, page_size, sizes):
     assert spec.why_not(problem(heads=heads, page_size=page_size)) == (
         f"needs pages of {sizes} or a multiple of 64 rows with bf16_split, got {page_size}"
     )
+    fp8 = problem(heads=64, format="fp8_split", page_size=page_size)
+    assert selection.select("mla_decode", fp8).kernel == "m64_fp8_kv"
     assert selection.select("mla_decode", problem(heads=64, page_size=page_size)).backend in (
         ("hopper",) if page_size == 8 else ("triton",)
     )

@@ -70,6 +70,7 @@ class Gather(NamedTuple):
 
     words: Tensor | None  # int32
     row_chunks: int | None  # chunks of 16 bytes from a row to the next
+    rope_row_chunks: int | None = None  # of rotated columns in a tensor of their own
 
 
 class KVScales(NamedTuple):

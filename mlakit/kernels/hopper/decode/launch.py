@@ -224,7 +224,7 @@ class CacheArguments:
     """Arguments by which a kernel reads the rows of a cache."""
 
     kv: TensorDescriptor | Tensor
-    kv_rope: TensorDescriptor
+    kv_rope: TensorDescriptor | Tensor
     page_rows: int
     rope_column: int
     gather: Gather
@@ -273,8 +273,12 @@ def _cache_arguments(
     kv_scales, host_scale = _kv_scales(layer)
     extra_arguments = {"kv_scales": kv_scales, "q_scales": _q_scales(q_scale)}
     if kernel == "m64_fp8_kv":
-        gather = Gather(gather.words, words.stride(0) // 4)  # its own loads need the stride too
-        config = m64_fp8_kv_config(is_packed=_is_packed(words))
+        # its own loads need the strides too
+        gather = Gather(gather.words, words.stride(0) // 4)
+        config = m64_fp8_kv_config(is_packed=_is_packed(words) and _is_packed(rope_rows))
+        if layer.rope is not None:
+            kv_rope = rope_rows.view(torch.int32)
+            gather = gather._replace(rope_row_chunks=kv_rope.stride(0) // 4)
         return CacheArguments(
             words, kv_rope, page_rows, rope_column, gather, extra_arguments, host_scale, config
         )

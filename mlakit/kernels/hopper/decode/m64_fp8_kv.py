@@ -285,7 +285,8 @@ def mla_decode_m64_fp8_kv_kernel(
     q_rope,  # of 64 x 64
     kv,  # the cache, int32
     kv_rope,  # TMA descriptor: tiles of 64 x 64 bfloat16, of PAGE rows where pages are smaller; for
-    # fp8_token: in other formats the dequant warpgroup loads rotated columns itself
+    # fp8_token: in other formats the dequant warpgroup loads rotated columns itself. In a tensor of
+    # their own they are int32, as the cache
     scale_log2,
     stride_table_request,
     q_token_rows,
@@ -313,8 +314,11 @@ def mla_decode_m64_fp8_kv_kernel(
         schedule.head_tiles,
     )
     FORMAT: gl.constexpr = TRAITS.FORMAT
+    IS_SPLIT: gl.constexpr = FORMAT.ROPE_AT < 0
     rows = CacheRows(
         words=kv,
+        rope_words=kv_rope if IS_SPLIT else NONE,
+        rope_row_chunks=gather.rope_row_chunks,
         ROPE_COLUMN=TRAITS.ROPE_COLUMN,
         IS_PACKED=CONFIG.IS_PACKED,
         scales=kv_scales.row_scales,

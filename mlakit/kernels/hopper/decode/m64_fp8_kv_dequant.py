@@ -75,8 +75,10 @@ class CacheRows:
     """The cache, as this warpgroup reads it."""
 
     words: object
+    rope_words: object  # rotated columns in a tensor of their own, or None
+    rope_row_chunks: object
     ROPE_COLUMN: object
-    IS_PACKED: object  # nothing lies between the rows of a page
+    IS_PACKED: object  # nothing lies between the rows of a page, in both tensors
     scales: object  # float32, or None
     stride_scales_page: object
     stride_scales_row: object
@@ -207,7 +209,9 @@ def _first_rows(inputs, keys, pages, block):
 
 
 @gluon.jit
-def _load_words(rows, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+def _load_words(
+    words, row_chunks, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH: gl.constexpr
+):
     """Words [64, WIDTH] of a block's rows, from word FIRST of each on."""
     LAYOUT: gl.constexpr = _words_layout(WIDTH)
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -218,17 +222,22 @@ def _load_words(rows, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH
         offset = row_in_page(inputs, block, offset)
     row = first_row.to(gl.int64) + offset
     # the explicit factor of four shows the compiler the alignment to 16 bytes
-    start = gl.expand_dims(row * inputs.row_chunks * 4, 1)
+    start = gl.expand_dims(row * row_chunks * 4, 1)
     word = gl.expand_dims(FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
-    return gl.load(rows.words + (start + word), mask=is_there, other=0, cache_modifier=".cg")
+    return gl.load(words + (start + word), mask=is_there, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
 def _load_rope(rows, inputs, keys, first_row, block):
     """Load the rotated columns of a block, as a tuple that is empty where TMA copies them."""
     loaded = ()
-    if not rows.FORMAT.IS_BF16_ROPE:
-        loaded += (_load_words(rows, inputs, keys, first_row, block, rows.ROPE_COLUMN, 16),)
+    if rows.rope_words is not None:
+        words, chunks = rows.rope_words, rows.rope_row_chunks
+        loaded += (_load_words(words, chunks, inputs, keys, first_row, block, 0, 16),)
+    elif not rows.FORMAT.IS_BF16_ROPE:
+        words, chunks = rows.words, inputs.row_chunks
+        COLUMN: gl.constexpr = rows.ROPE_COLUMN
+        loaded += (_load_words(words, chunks, inputs, keys, first_row, block, COLUMN, 16),)
     return loaded
 
 
@@ -271,9 +280,10 @@ def _fetch(rows, inputs, keys, pages, block):
     if inputs.PAGE % 64 != 0:
         lookup = lookup_block(inputs, keys, block, WARPS=4)
         rope_rows = rows_of_block(inputs, keys, lookup, block)
+    latents = (rows.words, inputs.row_chunks, inputs, keys, first_row, block)
     return Fetched(
-        right=_load_words(rows, inputs, keys, first_row, block, HALF, HALF),
-        left=_load_words(rows, inputs, keys, first_row, block, 0, HALF),
+        right=_load_words(*latents, HALF, HALF),
+        left=_load_words(*latents, 0, HALF),
         rope=_load_rope(rows, inputs, keys, first_row, block),
         rope_rows=rope_rows,
         scale=_load_scale(rows, inputs, keys, first_row, block),
@@ -288,6 +298,9 @@ def _prefetch(rows, inputs, keys, pages, block, BLOCKS: gl.constexpr):
         start = rows.words.to(gl.int64) + row * (inputs.row_chunks * 16)
         num_rows = gl.maximum(gl.minimum(keys.end - (block + BLOCKS) * 64, 64), 0)
         prefetch_l2(start, num_rows * (inputs.row_chunks * 16))
+        if rows.rope_words is not None:
+            start = rows.rope_words.to(gl.int64) + row * (rows.rope_row_chunks * 16)
+            prefetch_l2(start, num_rows * (rows.rope_row_chunks * 16))
 
 
 @gluon.jit

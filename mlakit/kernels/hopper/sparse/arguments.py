@@ -26,6 +26,14 @@ VARYING = [
 ]
 
 
+class RopeArguments(NamedTuple):
+    """Rotated columns in a tensor of their own; see `lists.RopeRows`."""
+
+    payload: Tensor  # FP8 columns as int32
+    page_chunks: int
+    row_chunks: int
+
+
 class ListArguments(NamedTuple):
     """A cache, and the lists of its rows that tokens attend to; see `lists.RowList`."""
 
@@ -35,6 +43,7 @@ class ListArguments(NamedTuple):
     page_chunks: int
     row_chunks: int
     stride_entry: int
+    rope: RopeArguments | None = None  # of a split cache
 
 
 class OutputArguments(NamedTuple):

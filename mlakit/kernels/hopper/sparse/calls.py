@@ -16,7 +16,7 @@ from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import SparseArguments, filled
-from mlakit.kernels.hopper.sparse.arguments import ListArguments, OutputArguments
+from mlakit.kernels.hopper.sparse.arguments import ListArguments, OutputArguments, RopeArguments
 from mlakit.kernels.hopper.sparse.configs import D_R, D_V, Traits
 from mlakit.kernels.hopper.sparse.fp8_scales import words_of
 from mlakit.kernels.sparse_merge import merge_list_splits
@@ -125,20 +125,26 @@ def has_rope(a: SparseArguments) -> bool:
 
 
 def _list_arguments(layer: CacheLayer, rows: Tensor) -> ListArguments:
-    payload = layer.payload
-    page_chunks, row_chunks = (
-        stride * payload.element_size() // CHUNK_BYTES for stride in payload.stride()[:2]
-    )
-    if _page(layer) == 0 and layer.page_size == 1:
-        row_chunks = page_chunks  # all rows have the same stride
+    payload, page_chunks, row_chunks = _chunks(layer.payload)
     return ListArguments(
-        payload=words_of(payload) if payload.element_size() == 1 else payload,
+        payload=payload,
         rows=rows,
         num_slots=layer.num_slots,
         page_chunks=page_chunks,
         row_chunks=row_chunks,
         stride_entry=rows.stride(1),
+        rope=None if layer.rope is None else RopeArguments(*_chunks(layer.rope)),
     )
+
+
+def _chunks(rows: Tensor) -> tuple[Tensor, int, int]:
+    """Rows as kernels read them, and how far apart pages and the rows of a page are."""
+    page_chunks, row_chunks = (
+        stride * rows.element_size() // CHUNK_BYTES for stride in rows.stride()[:2]
+    )
+    if rows.shape[1] == 1:
+        row_chunks = page_chunks  # all rows have the same stride
+    return words_of(rows) if rows.element_size() == 1 else rows, page_chunks, row_chunks
 
 
 def _page(layer: CacheLayer) -> int:

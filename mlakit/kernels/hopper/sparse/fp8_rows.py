@@ -38,7 +38,12 @@ from mlakit.kernels.hopper.device.fp8_rows import (
     store_half,
 )
 from mlakit.kernels.hopper.device.primitives import IN_EACH_THREAD
-from mlakit.kernels.hopper.sparse.lists import row_pointers, split_slots, valid_slots
+from mlakit.kernels.hopper.sparse.lists import (
+    rope_pointers,
+    row_pointers,
+    split_slots,
+    valid_slots,
+)
 
 # half as many columns as `WORDS`: two threads have the same ones
 HALF_WORDS = gl.constexpr(row_layout([[0, 4], [0, 8], [0, 0]], [[0, 1], [0, 2]], [64, 16]))
@@ -179,11 +184,14 @@ def load_left(start, is_valid):
 
 
 @gluon.jit
-def load_rope(stages, start, is_valid, FORMAT: gl.constexpr):
+def load_rope(stages, work, position, start, is_valid, FORMAT: gl.constexpr):
     """Load the rotated columns that are converted with the left half."""
     WORD: gl.constexpr = FORMAT.ROPE_AT // 4
     if stages.rope is None:
         return ()
+    elif work.main.rope is not None:
+        at = rope_pointers(work.main.rope, position.slot, 4)
+        return (load_words(at, is_valid, 0, HALF_WORDS),)
     elif not FORMAT.IS_BF16_ROPE:
         return (load_words(start, is_valid, WORD, HALF_WORDS),)
     elif FORMAT.SCALES_AT >= 0:

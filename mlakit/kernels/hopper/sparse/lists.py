@@ -10,7 +10,7 @@ Only the producer looks at lists. It passes the number of block pairs of a tile 
 
 Shared by all sparse kernels: everything here. A producer calls `block_range` once per tile, and for
 each block `load_ids` a pair ahead, `valid_slots`, and `row_pointers` (or `split_slots`, for rows
-whose scales lie elsewhere).
+whose scales lie elsewhere). Rotated columns in a tensor of their own are at `rope_pointers`.
 
 Lineage    own design; ideas: FlashMLA's sparse prefill
 """
@@ -21,6 +21,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.device.compat import record
+
+
+@record
+class RopeRows:
+    """The rotated columns of a cache that has them in a tensor of their own."""
+
+    payload: object
+    page_chunks: object
+    row_chunks: object
+    PAGE: object
 
 
 @record
@@ -38,6 +48,7 @@ class RowList:
     stride_entry: object
     stride_lens: object
     PAGE: object  # rows of a page, 0 where pages have no gap between them
+    rope: object  # RopeRows; None where rows have all columns
 
 
 @record
@@ -57,6 +68,9 @@ def _row_list(
     arguments, lens, topk, stride_token, stride_lens, ROW_CHUNKS: gl.constexpr, PAGE: gl.constexpr
 ):
     """Make a RowList; ROW_CHUNKS is row_chunks, or 0 where it is not known when compiled."""
+    rope: gl.constexpr = None
+    if arguments.rope is not None:
+        rope = RopeRows(*arguments.rope, PAGE)
     return RowList(
         payload=arguments.payload,
         rows=arguments.rows,
@@ -69,6 +83,7 @@ def _row_list(
         stride_entry=arguments.stride_entry,
         stride_lens=stride_lens,
         PAGE=PAGE,
+        rope=rope,
     )
 
 
@@ -279,3 +294,12 @@ def row_pointers(work, blocks, block, slot, CHUNK: gl.constexpr):
         is_extra = block >= blocks.main_blocks
         offset = gl.where(is_extra, row_offsets(work.extra, slot) + apart, offset)
     return work.main.payload + offset * CHUNK
+
+
+@gluon.jit
+def rope_pointers(rope, slot, CHUNK: gl.constexpr):
+    """`row_pointers` of rotated columns in a tensor of their own.
+
+    rope  `RopeRows` of the first cache: support refuses a second one
+    """
+    return rope.payload + row_offsets(rope, slot) * CHUNK

@@ -29,6 +29,7 @@ from mlakit.kernels.hopper.sparse.lists import (
     load_ids,
     make_work,
     num_pairs,
+    rope_pointers,
     row_pointers,
     valid_slots,
 )
@@ -53,6 +54,15 @@ def _gather(tile, pointers, is_valid, COLUMN: gl.constexpr):
         gl.expand_dims(pointers, 1) + gl.expand_dims(columns, 0),
         mask=gl.expand_dims(is_valid, 1),
     )
+
+
+@gluon.jit
+def _gather_rope(tile, rope, slot, pointers, is_valid):
+    """Start to load the rotated columns of a block, which a split cache has elsewhere."""
+    if rope is None:
+        _gather(tile, pointers, is_valid, 512)
+    else:
+        _gather(tile, rope_pointers(rope, slot, 8), is_valid, 0)
 
 
 @gluon.jit
@@ -109,12 +119,14 @@ def producer(q, q_rope, work, smem, barriers):
             mbarrier.wait(barriers.right_odd.empty, phase)
             _gather(smem.right_odd.index(0), odd, is_odd_valid, 256)
             if smem.rope_odd is not None:
-                _gather(smem.rope_odd.index(0), odd, is_odd_valid, 512)
+                tile_odd = smem.rope_odd.index(0)
+                _gather_rope(tile_odd, work.main.rope, slot_odd, odd, is_odd_valid)
             async_copy.mbarrier_arrive(barriers.right_odd.full, increment_count=False)
             mbarrier.wait(barriers.right_even.empty, phase)
             _gather(smem.right_even.index(0), even, is_even_valid, 256)
             if smem.rope_odd is not None:
-                _gather(smem.rope_even.index(0), even, is_even_valid, 512)
+                tile_even = smem.rope_even.index(0)
+                _gather_rope(tile_even, work.main.rope, slot_even, even, is_even_valid)
             async_copy.mbarrier_arrive(barriers.right_even.full, increment_count=False)
             smem.validity_even.store(gl.where(is_even_valid, 0.0, float("-inf")))
             smem.validity_odd.store(gl.where(is_odd_valid, 0.0, float("-inf")))

@@ -191,7 +191,7 @@ def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constex
         start, is_valid, position = _locate_rows(work, blocks, block, ids, scale_ids)
         scales = load_scales(work, row_scales, position, FORMAT)
         left = load_left(start, is_valid)
-        rope = load_rope(stages, start, is_valid, FORMAT)
+        rope = load_rope(stages, work, position, start, is_valid, FORMAT)
         right = load_right(start, is_valid, FORMAT)
         ids = load_ids(work, blocks, block + 1, KEYS)
         scale_ids = _load_scale_ids(work, blocks, block + 1, FORMAT)
@@ -225,7 +225,7 @@ def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constex
                 store_left(stages, stage, convert_left(left, factors))
                 named_arrive(LEFT_FULL + stage, 256)
             left = load_left(start, is_valid)
-            rope = load_rope(stages, start, is_valid, FORMAT)
+            rope = load_rope(stages, work, position, start, is_valid, FORMAT)
             ids = load_ids(work, blocks, block + 2, KEYS)
             scale_ids = _load_scale_ids(work, blocks, block + 2, FORMAT)
             fill += 1
