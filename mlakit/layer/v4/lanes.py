@@ -56,7 +56,8 @@ class Lane:
         allocator, needed = self.allocator, 0
         for sequence, step in zip(sequences, steps, strict=True):
             allocator.drop_before(sequence, step.drop_before)
-            held = max(len(sequence.pages), step.first_kept // self.page_size)
+            held = -(-sequence.length // self.page_size)
+            held = max(held, step.first_kept // self.page_size)
             new = -(-(sequence.length + step.count) // self.page_size) - held
             needed += max(new, 0) + 1  # + 1: a copied tail
         needed -= allocator.num_free_pages

@@ -32,12 +32,13 @@ GPU_SUITES = (
     "fp8",
     "grid",
     "transformers",
+    "transformers-v4",
     "vllm",
 )
 # run only if named: a grid takes as long as the others together, a model needs transformers, and
 # the calls of a plugin are those of the ops
-ONLY_IF_NAMED = ("grid", "prefill-grid", "transformers", "vllm")
+ONLY_IF_NAMED = ("grid", "prefill-grid", "transformers", "transformers-v4", "vllm")
 STEP_SUITES = ("branch", "long-context", "sparse-step", "layer")  # in the module `steps`
 GRAPH_SUITES = ("layer",)  # timed in CUDA graphs without --mode
-WALL_SUITES = ("transformers",)  # timed by the host's clock without --mode
+WALL_SUITES = ("transformers", "transformers-v4")  # timed by the host's clock without --mode
 SUITES = (*GPU_SUITES, "cpu")

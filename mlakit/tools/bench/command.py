@@ -76,7 +76,7 @@ def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
             raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
         if name in GPU_SUITES and (reason := gpu.why_not()):
             raise ValueError(f"suite {name} {reason}")
-        if name == "transformers" and find_spec(name) is None:
+        if name.startswith("transformers") and find_spec("transformers") is None:
             raise ValueError(f"suite {name} needs it; pip install 'mlakit[transformers]'")
         workloads = [
             each

@@ -84,7 +84,7 @@ class Decoder:
 
     def synchronised_step(self) -> None:
         self.step()
-        _synchronize()
+        synchronize()
 
     def observed_step(self, inputs: Sequence[Tensor] | None = None) -> Observed:
         """A step. Its attention modules read `inputs`, if given, in the place of their own."""
@@ -92,9 +92,10 @@ class Decoder:
         made: list[Tensor] = []
 
         def before(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            own = kwargs["hidden_states"] if inputs is None else inputs[len(read)]
+            given = args[0] if args else kwargs.pop("hidden_states")
+            own = given if inputs is None else inputs[len(read)]
             read.append(own)
-            return args, kwargs | {"hidden_states": own}
+            return (own, *args[1:]), kwargs
 
         with ExitStack() as hooks:
             for layer in self.model.model.layers:
@@ -202,9 +203,9 @@ class DecodeStep(Workload):
         def graph() -> object:
             """Captured at the first call: a failed capture leaves out this implementation only."""
             if GRAPH not in replays:
-                replays[GRAPH] = gpu_timers.captured(_without_grad(decoders[GRAPH].step))
+                replays[GRAPH] = gpu_timers.captured(without_grad(decoders[GRAPH].step))
             replays[GRAPH]()
-            _synchronize()
+            synchronize()
             return None
 
         replays: dict[str, Callable[[], object]] = {}
@@ -215,7 +216,7 @@ class DecodeStep(Workload):
                 memory.update(self._memory(decoders))
 
         calls = {
-            name: _without_grad(each.synchronised_step)
+            name: without_grad(each.synchronised_step)
             for name, each in decoders.items()
             if name != GRAPH
         }
@@ -235,7 +236,7 @@ class DecodeStep(Workload):
         from mlakit.integrations.transformers.static_cache import StaticLatentCache
 
         eager = self._model()
-        models = {EAGER: eager, SDPA: _sharing_weights(eager), MLAKIT: _sharing_weights(eager)}
+        models = {EAGER: eager, SDPA: sharing_weights(eager), MLAKIT: sharing_weights(eager)}
         models[SDPA].set_attn_implementation(SDPA)
         patch(models[MLAKIT], format=self.format, page_size=self.page_size)
         size, prompt = self.batch.size, self.context - 1
@@ -364,12 +365,12 @@ class DecodeStep(Workload):
         return found
 
 
-def _sharing_weights(model: Any) -> Any:
+def sharing_weights(model: Any) -> Any:
     """A copy with the same parameters."""
     return deepcopy(model, {id(each): each for each in model.parameters()})
 
 
-def _without_grad(call: Callable[[], object]) -> Callable[[], object]:
+def without_grad(call: Callable[[], object]) -> Callable[[], object]:
     def without_grad() -> object:
         with torch.no_grad():
             return call()
@@ -377,7 +378,7 @@ def _without_grad(call: Callable[[], object]) -> Callable[[], object]:
     return without_grad
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     if gpu.DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
