@@ -165,7 +165,7 @@ docs: $(DOCS_INSTALLED)
 	@echo "site/index.html"
 
 # the mutation tests alone: every named change to a kernel or an oracle must fail a check, and
-# every kernel of Hopper's without one of its waits, fences or arrivals: 20 minutes on 2 cores
+# every Gluon kernel without one of its waits, fences or arrivals: 20 minutes on 2 cores
 mutants: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) -k mutant
 	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "mutant or mistake" tests/tools/emulator

@@ -95,6 +95,11 @@ _SHORT = {"kv_lens": (60, 700, 64, 30, 1, 300), "q_lens": (1,) * 6}
 _M64 = ({"kv_lens": (310, 65), "q_lens": (2, 1)}, _SHORT)
 _SMALL_M = ({"kv_lens": (1900, 300)}, _SHORT)
 _SPARSE = ({"topk": 512}, {"topk": 64, "num_tokens": 7})
+# each stage several times, with scores that need a rescale in most blocks; then tiles of one block
+_SPARSE_M128 = (
+    {"topk": 400, "num_tokens": 1, "with_lens": False, "sharpness": 6.0},
+    {"topk": 64},
+)
 # Tiles of several blocks, some of which one warpgroup sees and the other does not; a window with
 # keys outside of it whose values are not finite; tiles of one block
 _PREFILL = (
@@ -141,6 +146,11 @@ SUBJECTS: dict[str, Subject] = {
         "sparse_mla_small_m_fp8_kv_kernel",
         # with 8 heads there are more stages
         _cases("hopper-sparse-h16-fp8_block128", *_SPARSE, {"heads": 8, "topk": 1024}),
+    ),
+    "blackwell-sparse-m128_bf16": Subject(
+        "sparse_mla_m128_bf16_kernel",
+        _cases("blackwell-sparse-h128-bf16", *_SPARSE_M128),
+        backend="blackwell",
     ),
     "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),
     "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", *_PREFILL)),

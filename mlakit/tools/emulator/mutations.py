@@ -29,6 +29,7 @@ DROPPED = (
     "ttng.tc_gen5_commit",
 )
 WGMMA_WAIT = "ttng.warp_group_dot_wait"
+TENSOR_PRODUCT = "ttng.tc_gen5_mma"  # which may commit to barriers
 INLINE_ASSEMBLY = "tt.elementwise_inline_asm"
 NEVER_PENDING = 64  # wgmmas: a wait for all but so many waits for none
 
@@ -73,32 +74,32 @@ def mutants(kernel: str, text: str) -> list[Mutant]:
     seen: Counter[tuple[str, str]] = Counter()
     found = []
     for line, source in enumerate(text.splitlines()):
-        changed = _without_operation(source)
-        if changed is None:
-            continue
-        operation, replacement = changed
-        location = source.rsplit("loc(", 1)[-1].rstrip(")")
-        function = _function(module, location).removeprefix(f"{kernel} > ")
-        name = Name(kernel, function, operation, seen[function, operation])
-        seen[function, operation] += 1
-        found.append(Mutant(name, tuple(module.frames(location)), line, replacement))
+        for operation, replacement in _without_operation(source):
+            location = source.rsplit("loc(", 1)[-1].rstrip(")")
+            function = _function(module, location).removeprefix(f"{kernel} > ")
+            name = Name(kernel, function, operation, seen[function, operation])
+            seen[function, operation] += 1
+            found.append(Mutant(name, tuple(module.frames(location)), line, replacement))
     return found
 
 
-def _without_operation(line: str) -> tuple[str, str] | None:
-    """Return the operation of a line and the line without it; None if it does not synchronise."""
+def _without_operation(line: str) -> Iterator[tuple[str, str]]:
+    """Yield an operation of a line that synchronises, and the line without it."""
     found = re.match(r"\s*(?:(%\S+)(?::\d+)? = )?([a-z_0-9]+\.[a-z_0-9.]+)", line)
     if found is None:
-        return None
+        return
     result, operation = found.groups()
     if operation in DROPPED:
-        return operation, ""
-    if operation == WGMMA_WAIT:
-        return operation, re.sub(r"pendings = \d+", f"pendings = {NEVER_PENDING}", line)
-    instruction = re.search(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)", line)
-    if operation == INLINE_ASSEMBLY and instruction is not None:
-        return instruction.group(), f"{result} = arith.constant 0 : i32 loc(#loc)"
-    return None
+        yield operation, ""
+    elif operation == WGMMA_WAIT:
+        yield operation, re.sub(r"pendings = \d+", f"pendings = {NEVER_PENDING}", line)
+    elif operation == TENSOR_PRODUCT:
+        for barrier in re.finditer(r", %[^\s\[,]+\[%[^\s\],]+\]", line):
+            yield operation, line[: barrier.start()] + line[barrier.end() :]
+    elif operation == INLINE_ASSEMBLY:
+        instruction = re.search(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)", line)
+        if instruction is not None:
+            yield instruction.group(), f"{result} = arith.constant 0 : i32 loc(#loc)"
 
 
 def _function(module: Module, location: str) -> str:

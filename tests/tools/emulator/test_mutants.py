@@ -1,4 +1,4 @@
-"""A kernel of Hopper's without one of its waits, fences or arrivals: the emulator notices.
+"""A Gluon kernel without one of its waits, fences or arrivals: the emulator notices.
 
 The few that it cannot notice are in survivors.toml, each with the reason.
 """
@@ -87,6 +87,7 @@ module attributes {{"ttg.num-ctas" = 1 : i32, "ttg.num-warps" = 4 : i32}} {{
     ttng.wait_barrier %a, %a : !ttg.memdesc<1xi64> loc(#loc2)
     ttng.fence_async_shared {{bCluster = false}} loc(#loc2)
     %w = ttng.warp_group_dot_wait %a {{pendings = 1 : i32}} : i32 loc(#loc3)
+    %m = ttng.tc_gen5_mma %a, %a, %a[], %a, %a, %a[%a], %b[%a] {{is_async}} : i32 loc(#loc3)
     %n = tt.elementwise_inline_asm "bar.sync 1, 128;" {{pack = 1}} -> i32 loc(#loc3)
     ttng.wait_barrier %a, %a : !ttg.memdesc<1xi64> loc(#loc4)
     tt.return loc(#loc)
@@ -125,6 +126,8 @@ def test_mutants_are_named_by_functions_and_not_by_lines(tmp_path):
         ("wait", "ttng.wait_barrier", 1),
         ("wait", "ttng.fence_async_shared", 0),
         ("kernel", "ttng.warp_group_dot_wait", 0),
+        ("kernel", "ttng.tc_gen5_mma", 0),
+        ("kernel", "ttng.tc_gen5_mma", 1),
         ("kernel", "bar.sync", 0),
         ("wait", "ttng.wait_barrier", 2),
     ]
@@ -135,10 +138,12 @@ def test_a_mutant_lacks_one_operation(tmp_path):
     file.write_text(SOURCE)
     text = IR.format(file=file)
     made = [each.text(text) for each in mutations.mutants("kernel", text)]
-    assert [each.count("ttng.wait_barrier") for each in made] == [2, 2, 3, 3, 3, 2]
-    assert [each.count("fence_async_shared") for each in made] == [1, 1, 0, 1, 1, 1]
-    assert [each.count("pendings = 1 ") for each in made] == [1, 1, 1, 0, 1, 1]
-    assert [each.count("bar.sync") for each in made] == [1, 1, 1, 1, 0, 1]
+    assert [each.count("ttng.wait_barrier") for each in made] == [2, 2, 3, 3, 3, 3, 3, 2]
+    assert [each.count("fence_async_shared") for each in made] == [1, 1, 0, 1, 1, 1, 1, 1]
+    assert [each.count("pendings = 1 ") for each in made] == [1, 1, 1, 0, 1, 1, 1, 1]
+    assert [each.count("bar.sync") for each in made] == [1, 1, 1, 1, 1, 1, 0, 1]
+    assert ["%a[%a]" in each for each in made] == [True, True, True, True, False, True, True, True]
+    assert ["%b[%a]" in each for each in made] == [True, True, True, True, True, False, True, True]
     assert all(len(each.splitlines()) == len(text.splitlines()) for each in made)
 
 

@@ -27,7 +27,7 @@ def _run(kernel: str, broken: str, seed: int) -> tuple[str, str, torch.Tensor, t
 
     x = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     rows = TensorDescriptor(x, [128, 64], [64, 1], [1, 64], tiny_tensor.SMEM.value)
-    out = torch.zeros(128, 128 if kernel == "tensor_product" else 64)
+    out = torch.zeros(128, 128 if kernel in ("tensor_product", "reloaded") else 64)
     fault = message = ""
     with emulating(seed=seed, arch=100):
         try:
@@ -43,6 +43,7 @@ RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tensor_operand": lambda x: 4 * x @ x[:64],
     "tensor_copy": lambda x: x,
     "gathered": lambda x: torch.cat([torch.zeros(3, 64), x[3:].flip(0)]),
+    "reloaded": lambda x: 2 * RIGHT["gathered"](x) @ RIGHT["gathered"](x).T,
 }
 BROKEN = [
     ("tensor_product", "no fence", "MissingFence"),
@@ -63,6 +64,7 @@ BROKEN = [
     ("gathered", "fewer bytes", "Deadlock"),
     ("gathered", "unaligned column", "IllegalCopy"),
     ("gathered", "no wait", "Race"),
+    ("reloaded", "loaded too soon", "Race BarrierMisuse"),
 ]
 
 

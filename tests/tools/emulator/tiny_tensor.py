@@ -153,3 +153,39 @@ def gathered(rows, x, index, out, BREAK: gl.constexpr):
     if BREAK != "no wait":
         mbarrier.wait(barrier, 0)
     gl.store(out + offsets(BLOCKED, COLUMNS), tile.load(BLOCKED).to(gl.float32))
+
+
+@gluon.jit
+def _load_twice(rows, index, tile, full, empty, BREAK: gl.constexpr):
+    row = gl.load(index + gl.arange(0, ROWS, GATHERED))
+    for i in gl.static_range(2):
+        if i > 0 and BREAK != "loaded too soon":
+            mbarrier.wait(empty, 0)
+        mbarrier.expect(full, ROWS * COLUMNS * 2)
+        tma.async_gather(rows, row, gl.to_tensor(0), full, tile)
+
+
+@gluon.jit
+def _multiply_twice(out, tile, acc, full, empty, BREAK: gl.constexpr):
+    for i in gl.static_range(2):
+        mbarrier.wait(full, i)
+        tcgen05_mma(tile, tile.permute((1, 0)), acc, use_acc=i > 0, mbarriers=[empty])
+    mbarrier.wait(empty, 1)
+    store_result(out, acc)
+
+
+@gluon.jit
+def reloaded(rows, x, index, out, BREAK: gl.constexpr):
+    """out = 2 y yᵀ, y = x[index]: TMA writes again what tcgen05 has read.
+
+    Who loads learns of that from the commit, which does not say that the first load is complete.
+    """
+    tile = gl.allocate_shared_memory(gl.bfloat16, [ROWS, COLUMNS], SMEM)
+    acc = alloc_tensor(gl.float32, ROWS)
+    full = alloc_barrier()
+    empty = alloc_barrier()
+    gl.warp_specialize(
+        [(_multiply_twice, (out, tile, acc, full, empty, BREAK)),
+         (_load_twice, (rows, index, tile, full, empty, BREAK))],
+        [4], [96],
+    )  # fmt: skip

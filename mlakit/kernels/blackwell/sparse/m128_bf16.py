@@ -5,7 +5,7 @@ Work       a work tile is 128 heads of one token over a split of its lists, 64 e
            Two CTAs compute a tile: both compute all scores, each a column half of the result
 Roles      a softmax warpgroup; a warp that issues Q·Kᵀ; a warp that issues P·V; a producer
            warpgroup that gathers rows with TMA, four per instruction
-Memory     226 KB of shared memory: two stages of 64 rows, and the queries but for their left 256
+Memory     225 KB of shared memory: two stages of 64 rows, and the queries but for their left 256
            columns. All 512 columns of tensor memory: acc 256, the left queries 128, and the scores
            of two blocks, 64 each; a block's probabilities replace its scores. Splits write float32
            partials (`kernels.sparse_merge`)
