@@ -1,36 +1,40 @@
 """Formats of cache rows: their bytes, and how values are quantised and read, in plain torch."""
 
-from mlakit.formats.rows import (
+from mlakit.formats.codec import (
     E4M3_MAX,
     ENGINE_NAMES,
-    FLOAT_FORMATS,
     FORMATS,
     GROUP_FORMATS,
     SCALE_BLOCK,
     SMALLEST_SCALE,
     SMALLEST_TOKEN_SCALE,
     SPLIT_FORMATS,
-    BlockScaleCodec,
     Format,
     GeneralFormat,
     GroupFormat,
+    RowCodec,
+    SplitFormat,
+    round_up_power_of_two,
+    saturating_cast,
+)
+from mlakit.formats.mxfp4 import E2M1_MAX, FourBitCodec
+from mlakit.formats.rows import (
+    FLOAT_FORMATS,
+    BlockScaleCodec,
     GroupScaleCodec,
     PageFooterCodec,
     PlainCodec,
-    RowCodec,
-    SplitFormat,
     TensorScaleCodec,
     TokenScaleCodec,
     format_of_dtype,
     known_format,
-    round_up_power_of_two,
     row_codec,
-    saturating_cast,
     split_format,
 )
 from mlakit.formats.traits import FormatTraits
 
 __all__ = [
+    "E2M1_MAX",
     "E4M3_MAX",
     "ENGINE_NAMES",
     "FLOAT_FORMATS",
@@ -43,6 +47,7 @@ __all__ = [
     "BlockScaleCodec",
     "Format",
     "FormatTraits",
+    "FourBitCodec",
     "GeneralFormat",
     "GroupFormat",
     "GroupScaleCodec",

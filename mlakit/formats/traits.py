@@ -19,3 +19,4 @@ class FormatTraits(NamedTuple):
     SCALES_AT: int = -1  # the byte of a row where its scales begin; −1: they are beside the rows
     HAS_E8M0_SCALES: bool = False  # scales are exponents in a byte; else they are float32
     HIDES_NEGATIVE: bool = False  # a row with a negative scale is all zeros
+    IS_E2M1: bool = False  # latent columns are e2m1, two in a byte; then they are not e4m3

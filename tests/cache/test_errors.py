@@ -47,8 +47,8 @@ REFUSALS = [
         lambda: wrap(4, 3, 600, dtype=torch.uint8),
         ValueError,
         "blocks must have rows of 576 (fp8) or 640 (fp8_token) or 656 (fp8_block128) or 648 "
-        "(fp8_block64) bytes for RowShape(kv_lora_rank=512, qk_rope_head_dim=64, v_width=512), "
-        "got 600",
+        "(fp8_block64) or 400 (mxfp4_block32) bytes for RowShape(kv_lora_rank=512, "
+        "qk_rope_head_dim=64, v_width=512), got 600",
     ),
     Refusal(
         "width-of-a-given-format",

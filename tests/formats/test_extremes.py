@@ -36,7 +36,7 @@ def poisoned_columns(name: str, row: RowShape, column: int) -> slice:
     """The columns that share a scale with `column`, or the column alone."""
     if name == "fp8_token" and column < row.kv_lora_rank:
         return slice(0, row.width)
-    group = {"fp8_block128": 128, "fp8_block64": 64}.get(name)
+    group = {"fp8_block128": 128, "fp8_block64": 64, "mxfp4_block32": 32}.get(name)
     if group is None or column >= row.kv_lora_rank:
         return slice(column, column + 1)
     start = column // group * group
@@ -62,7 +62,7 @@ def test_nan_comes_back_nan_and_harms_only_its_group(name, column, power_of_two)
 @pytest.mark.parametrize("column", [0, 131])
 @pytest.mark.parametrize("infinity", [INF, -INF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", [*SCALED, "mxfp4_block32"])
 def test_an_infinite_latent_makes_its_group_nan(name, dtype, infinity, column, power_of_two):
     codec = row_codec(name, PARTIAL)
     rows = random_rows(PARTIAL)

@@ -34,7 +34,7 @@ def test_errors_and_perplexity(folder, tmp_path):
     text.write_text("The cache has one row per token. " * 8)
     found = json.loads(invoke(folder, "--text", text, "--tokens", 100, "--dtype", "fp32", "--json"))
     by_format = {each["format"]: each for each in found}
-    assert list(by_format) == ["eager", "fp32", "fp8", "fp8_token", "fp8_block128"]
+    assert list(by_format) == ["eager", "fp32", "fp8", "fp8_token", "fp8_block128", "mxfp4_block32"]
     ids = torch.tensor([[ord(each) - 0x20 for each in text.read_text()[:100]]])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

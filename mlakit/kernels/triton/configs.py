@@ -384,7 +384,7 @@ def pick_decode_config(
     """Pick a config for `rows` heads of a query and operands of `itemsize` bytes."""
     if itemsize == 4:
         choices: tuple[DecodeConfig, ...] = _DECODE_FP32
-    elif format.IS_E4M3:
+    elif format.IS_E4M3 or format.IS_E2M1:
         choices = _DECODE_FP8_MANY_PIECES if tiles.pieces > MANY_PIECES else _DECODE_FP8
         if not has_fp8(arch):
             choices = (_decode_fp8_sm80(format),)
@@ -544,6 +544,7 @@ def pick_indexer_config(
     heads: int,
     padded_width: int,
     itemsize: int,  # of the operands of dots
+    is_dequantised: bool,
     tokens: int,
     batch: int,
     columns: int,
@@ -551,12 +552,16 @@ def pick_indexer_config(
     num_sms: int,
     shared_bytes: int,
 ) -> IndexerConfig:
-    """Pick tiles of several queries if most would be full."""
+    """Pick tiles of several queries if most would be full.
+
+    is_dequantised  keys are multiplied by their scales, which takes registers
+    """
     if itemsize == 4:  # float32 has no tensor cores: tiles stay in registers
         return IndexerConfig(1, 16, keys=16, tiles=16, num_warps=8, num_stages=1)
     block = min(max(power_of_two(heads), 16), 64)
+    most_keys = 128 if arch in (90, 100) and not is_dequantised else 64
     for queries, keys, warps, stages in _indexer_tiles(
-        heads, block, padded_width, itemsize, tokens / max(batch, 1), arch
+        heads, block, padded_width, itemsize, tokens / max(batch, 1), arch, most_keys
     ):
         query_tiles = tokens // queries + batch * (queries > 1)
         tiles = _tiles_per_program(query_tiles * -(-columns // keys), num_sms)
@@ -567,7 +572,13 @@ def pick_indexer_config(
 
 
 def _indexer_tiles(
-    heads: int, block: int, padded_width: int, itemsize: int, mean_queries: float, arch: int
+    heads: int,
+    block: int,
+    padded_width: int,
+    itemsize: int,
+    mean_queries: float,
+    arch: int,
+    most_keys: int,
 ) -> Iterator[tuple[int, int, int, int]]:
     """Return (queries, keys, num_warps, num_stages), the fastest first."""
     most = max(128 // block, 1)
@@ -581,7 +592,7 @@ def _indexer_tiles(
     together = most if mean_queries >= 2 * most else 1
     # dot products, converted keys and query blocks share the registers
     warps = 8 if together > 1 or heads > block or padded_width > 128 else 4
-    yield together, 128 if arch in (90, 100) else 64, warps, 3
+    yield together, most_keys, warps, 3
     yield together, 64, warps, 3
     yield together, 64, warps, 2
     for keys, stages in ((64, 2), (64, 1), (32, 1)):

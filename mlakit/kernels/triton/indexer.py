@@ -57,6 +57,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         heads=heads,
         padded_width=tiles.padded_width,
         itemsize=1 if is_fp8 else itemsize,
+        is_dequantised=layer.codec.traits.HAS_E8M0_SCALES,
         tokens=a.num_tokens or tokens,
         batch=batch,
         columns=columns,

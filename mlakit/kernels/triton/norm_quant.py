@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mlakit.formats import PageFooterCodec
 from mlakit.kernels.triton.primitives import narrow_e4m3
 
 # How the scales of a row are computed and where they are stored. In order: up to TOKEN_SCALE latent
@@ -20,9 +19,10 @@ TENSOR_SCALE = tl.constexpr(1)  # fp8
 ROW_SCALE = tl.constexpr(2)  # fp8_row
 TOKEN_SCALE = tl.constexpr(3)  # fp8_token
 BLOCK_SCALES = tl.constexpr(4)  # fp8_block128
-FOOTER_SCALES = tl.constexpr(5)  # fp8_block64
-GROUP_SCALES = tl.constexpr(6)  # fp8_group32, fp8_group64, fp8_group128
-FOOTER_BYTES = tl.constexpr(PageFooterCodec.footer_bytes)
+FOUR_BIT_SCALES = tl.constexpr(5)  # mxfp4_block32
+FOOTER_SCALES = tl.constexpr(6)  # fp8_block64
+MOST_UNUSED = tl.constexpr(16)  # bytes that hold no e8m0 scale
+GROUP_SCALES = tl.constexpr(7)  # fp8_group32, fp8_group64, fp8_group128
 
 
 @triton.jit
@@ -53,10 +53,12 @@ def largest_magnitude(x):
 
 
 @triton.jit
-def find_scales(magnitude, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """max(amax / 448, SMALLEST) for the bits of amax; NaN if amax is."""
+def find_scales(
+    magnitude, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr = 448.0
+):
+    """max(amax / LARGEST, SMALLEST) for the bits of amax; NaN if amax is."""
     amax = magnitude.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.zeros_like(amax) + 448.0)
+    scale = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST)
     scale = tl.where(scale < SMALLEST, SMALLEST, scale)
     if POWER_OF_TWO:
         # round up: a mantissa other than 0 carries into the exponent
@@ -67,7 +69,7 @@ def find_scales(magnitude, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def store_scales(
-    inline,  # pointers [T] to the scales inside the rows, of fp8_block128
+    inline,  # pointers [T] to the scales inside the rows, of fp8_block128 and mxfp4_block32
     beside,  # pointers [T] to the scales beside the rows, of other formats
     scale,  # [T, groups]
     is_stored,  # [T]
@@ -75,18 +77,22 @@ def store_scales(
     GROUP: tl.constexpr,
     SCALING: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,  # of e8m0 scales, with bytes that hold none
 ):
     group = tl.arange(0, scale.shape[1])[None, :]
     used = group < tl.cdiv(D_C, GROUP)
     if SCALING == BLOCK_SCALES:
         store_elements(inline[:, None], group, scale, is_stored[:, None] & used, ALIGNED)
-    elif SCALING == FOOTER_SCALES:
+    elif SCALING >= FOUR_BIT_SCALES and SCALING <= FOOTER_SCALES:
         # e8m0 is the exponent field of a float32 power of two, inf or NaN
-        exponent = (scale.to(tl.int32, bitcast=True) >> 23) & 0xFF
-        exponent = tl.where(used, exponent, 0).to(tl.uint8)
-        tl.store(
-            beside[:, None] + group, exponent, mask=is_stored[:, None] & (group < FOOTER_BYTES)
-        )
+        exponent = ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF).to(tl.uint8)
+        at = beside if SCALING == FOOTER_SCALES else inline
+        tl.store(at[:, None] + group, exponent, mask=is_stored[:, None] & used)
+        GROUPS: tl.constexpr = (D_C + GROUP - 1) // GROUP
+        if SCALE_BYTES > GROUPS:
+            unused = GROUPS + tl.arange(0, MOST_UNUSED)[None, :]
+            mask = is_stored[:, None] & (unused < SCALE_BYTES)
+            tl.store(at[:, None] + unused, 0, mask=mask)
     else:
         tl.store(beside[:, None] + group, scale, mask=is_stored[:, None] & used)
 

@@ -157,6 +157,31 @@ def widen_e4m3(stored, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(dtype)
 
 
+@triton.jit
+def pack_e2m1(x):
+    """float32 x [rows, columns] as e2m1, two in a byte, uint8 [rows, columns / 2]: to nearest even,
+    saturated at ±6; NaN becomes 0."""
+    magnitude = tl.abs(x)
+    # a value between two codes belongs to the even one
+    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
+    code += (magnitude > 1.25).to(tl.int32) + (magnitude >= 1.75).to(tl.int32)
+    code += (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+    code += (magnitude > 5.0).to(tl.int32)
+    code |= (x.to(tl.int32, bitcast=True) >> 28) & 8
+    first, second = tl.split(tl.reshape(code, [x.shape[0], x.shape[1] // 2, 2]))
+    return (first | (second << 4)).to(tl.uint8)
+
+
+@triton.jit
+def unpack_e2m1(stored):
+    """Bytes [rows, columns] as float32 [rows, 2 · columns], exactly: the first of two values is in
+    the lower half of a byte."""
+    code = tl.interleave(stored & 0xF, stored >> 4).to(tl.uint16)
+    # float16 with the same bits is 2**14 too small: its exponent bias is 15, that of e2m1 is 1
+    half = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 16384.0
+
+
 # Cache rows. `rows` are pointers [keys] to payload rows (FP8 as uint8), `beside` to what is beside
 # them, scales or rotated columns, or None. ROW is a `rows.RowTraits`: latent columns come in
 # ROW.PIECES tiles of ROW.WIDTH columns, a power of two. In a format with one scale per group of
@@ -174,23 +199,30 @@ def load_latent(rows, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
     is_read  [keys]; other rows, and columns past D_C, are 0
     """
     DTYPE: tl.constexpr = ROW.DTYPE if PIECE * ROW.WIDTH < ROW.Q_COLUMNS else ROW.ROPE_DTYPE
-    column = PIECE * ROW.WIDTH + tl.arange(0, ROW.WIDTH)
+    # columns in an element of a row
+    PER_ELEMENT: tl.constexpr = 2 if ROW.FORMAT.IS_E2M1 else 1
+    WIDTH: tl.constexpr = ROW.WIDTH // PER_ELEMENT
+    column = PIECE * WIDTH + tl.arange(0, WIDTH)
     mask = is_read[:, None]
     if (PIECE + 1) * ROW.WIDTH > ROW.D_C:
-        mask = mask & (column < ROW.D_C)[None, :]
+        mask = mask & (column < ROW.D_C // PER_ELEMENT)[None, :]
     stored = tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
-    if not ROW.FORMAT.IS_E4M3:
+    if ROW.FORMAT.IS_E2M1:
+        values = unpack_e2m1(stored)
+        columns = _dequant_e8m0(values, rows + ROW.FORMAT.SCALES_AT, is_read, PIECE, ROW)
+    elif not ROW.FORMAT.IS_E4M3:
         columns = stored.to(DTYPE)
     elif ROW.FORMAT.HAS_E8M0_SCALES:
-        columns = _dequant_e8m0(stored, scales, is_read, PIECE, ROW)
+        values = widen_e4m3(stored, tl.float32, ROW.HAS_FP8)
+        columns = _dequant_e8m0(values, scales, is_read, PIECE, ROW)
     else:
         columns = widen_e4m3(stored, DTYPE, ROW.HAS_FP8)
     return columns
 
 
 @triton.jit
-def _dequant_e8m0(stored, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
-    """stored [keys, WIDTH] times its e8m0 scales."""
+def _dequant_e8m0(values, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
+    """float32 values [keys, WIDTH] times their e8m0 scales, in ROW.DTYPE."""
     WIDTH: tl.constexpr = ROW.WIDTH
     GROUP: tl.constexpr = min(ROW.FORMAT.GROUP, WIDTH)
     GROUPS: tl.constexpr = WIDTH // GROUP
@@ -202,8 +234,8 @@ def _dequant_e8m0(stored, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexp
     )
     bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
     scale = bits.to(tl.float32, bitcast=True)  # [keys, GROUPS]
-    KEYS: tl.constexpr = stored.shape[0]
-    grouped = tl.reshape(widen_e4m3(stored, tl.float32, ROW.HAS_FP8), [KEYS, GROUPS, GROUP])
+    KEYS: tl.constexpr = values.shape[0]
+    grouped = tl.reshape(values, [KEYS, GROUPS, GROUP])
     return tl.reshape((grouped * scale[:, :, None]).to(ROW.DTYPE), [KEYS, WIDTH])
 
 
@@ -219,11 +251,9 @@ def load_rope(rows, beside, is_read, ROW: tl.constexpr):
     if ROW.FORMAT.ROPE_AT < 0:
         stored = tl.load(beside[:, None] + column[None, :], mask=mask, other=0)
         return widen_e4m3(stored, DTYPE, ROW.HAS_FP8) if ROW.FORMAT.IS_E4M3 else stored.to(DTYPE)
-    if not ROW.FORMAT.IS_E4M3:
-        return tl.load(rows[:, None] + (ROW.D_C + column)[None, :], mask=mask, other=0).to(DTYPE)
-    if ROW.FORMAT.IS_E4M3 and not ROW.FORMAT.IS_BF16_ROPE:
+    if not ROW.FORMAT.IS_BF16_ROPE:
         stored = tl.load(rows[:, None] + (ROW.D_C + column)[None, :], mask=mask, other=0)
-        return widen_e4m3(stored, DTYPE, ROW.HAS_FP8)
+        return widen_e4m3(stored, DTYPE, ROW.HAS_FP8) if ROW.FORMAT.IS_E4M3 else stored.to(DTYPE)
     AT: tl.constexpr = ROW.FORMAT.ROPE_AT
     if ROW.IS_ALIGNED:
         values = (rows + AT).to(tl.pointer_type(tl.bfloat16), bitcast=True)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from mlakit.cache import CacheLayer
 from mlakit.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
     SMALLEST_SCALE,
     SMALLEST_TOKEN_SCALE,
     FormatTraits,
@@ -24,6 +27,7 @@ from mlakit.formats import (
 from mlakit.kernels.triton.norm_quant import (
     BLOCK_SCALES,
     FOOTER_SCALES,
+    FOUR_BIT_SCALES,
     GROUP_SCALES,
     NO_SCALE,
     ROW_SCALE,
@@ -36,6 +40,7 @@ from mlakit.kernels.triton.norm_quant import (
     store_elements,
     store_scales,
 )
+from mlakit.kernels.triton.primitives import pack_e2m1
 from mlakit.kernels.triton.rope import store_pairs
 from mlakit.kernels.triton.rows import rows_are_aligned
 
@@ -53,6 +58,10 @@ class StoreTraits(NamedTuple):
     ALIGNED: bool  # rows start at multiples of 4 bytes
     HAS_FP8: bool
     IS_SPLIT: bool  # rope columns are beside the rows
+    CODES: int  # elements of a row that hold latent columns
+    ROPE_AT: int  # the element of a row where its rope columns begin
+    LARGEST: float  # value that the latent columns are stored as
+    SCALE_BYTES: int  # of e8m0 scales, with bytes that hold none
     LATENT_TILE: int  # D_C padded
     PAIRS: int  # D_R / 2 padded
 
@@ -92,15 +101,21 @@ def store_latent(
             y0, y1 = rope
             magnitude = tl.maximum(magnitude, largest_magnitude(y0))
             magnitude = tl.maximum(magnitude, largest_magnitude(y1))
-        scale = find_scales(magnitude, ROW.SMALLEST, ROW.POWER_OF_TWO)
+        scale = find_scales(magnitude, ROW.SMALLEST, ROW.POWER_OF_TWO, ROW.LARGEST)
         grouped = divide(grouped, scale[:, :, None])
         latent = tl.reshape(grouped, [TOKENS, LATENT_TILE])
-        store_scales(row + D_C, beside, scale, is_stored, D_C, GROUP, SCALING, ROW.ALIGNED)
+        store_scales(
+            *(row + ROW.CODES, beside, scale, is_stored, D_C, GROUP),
+            *(SCALING, ROW.ALIGNED, ROW.SCALE_BYTES),
+        )
         if SCALING <= TOKEN_SCALE:
             rope_scale = scale[:, :, None]
-    encoded = encode(latent, STORED, ROW.HAS_FP8)
-    column = tl.arange(0, LATENT_TILE)
-    inside = is_stored[:, None] & (column < D_C)[None, :]
+    if SCALING == FOUR_BIT_SCALES:
+        encoded = pack_e2m1(latent)
+    else:
+        encoded = encode(latent, STORED, ROW.HAS_FP8)
+    column = tl.arange(0, encoded.shape[1])
+    inside = is_stored[:, None] & (column < ROW.CODES)[None, :]
     store_elements(row[:, None], column[None, :], encoded, inside, ROW.ALIGNED)
     return rope_scale, beside + (D_C // GROUP if SCALING == GROUP_SCALES else 0)
 
@@ -116,20 +131,16 @@ def store_rope(
     INTERLEAVED: tl.constexpr,
 ):
     """Store pairs of rope columns, divided by a scale where the format has one for them."""
-    D_C: tl.constexpr = ROW.D_C
     SCALING: tl.constexpr = ROW.SCALING
-    GROUP: tl.constexpr = ROW.GROUP
     scale, beside = rope_scale
     STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else row.dtype.element_ty
     IS_BF16: tl.constexpr = SCALING >= TOKEN_SCALE and SCALING <= FOOTER_SCALES
     ROPE_STORED: tl.constexpr = tl.bfloat16 if IS_BF16 else STORED
-    # scales in the row lie between the latent and the rope
-    INLINE_BYTES: tl.constexpr = 4 * ((D_C + GROUP - 1) // GROUP) if SCALING == BLOCK_SCALES else 0
     if SCALING >= TENSOR_SCALE and SCALING <= TOKEN_SCALE:
         y0, y1 = divide(y0, scale), divide(y1, scale)
     elif SCALING == GROUP_SCALES:
         y0, y1 = _scale_groups(y0, y1, beside, is_stored, ROW, INTERLEAVED)
-    at = beside if ROW.IS_SPLIT else row + D_C + INLINE_BYTES
+    at = beside if ROW.IS_SPLIT else row + ROW.ROPE_AT
     store_pairs(
         *(at[:, None, None], is_stored[:, None, None], y0, y1),
         *(ROPE_STORED, ROW.D_R, ROW.PAIRS, INTERLEAVED, ROW.ALIGNED, ROW.HAS_FP8),
@@ -168,17 +179,24 @@ def store_traits(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> Sto
     row = layer.codec.row
     scaling = _scaling(layer.codec.traits)
     group, latent_tile = _tile_of_latent(scaling, layer.codec)
+    format = layer.codec.traits
+    # elements of a row are bytes where columns of several types lie in it
+    is_bytes = layer.payload.dtype == torch.uint8
     return StoreTraits(
         D_C=row.kv_lora_rank,
         D_R=row.qk_rope_head_dim,
         PAGE_SIZE=layer.page_size,
         SCALING=scaling.value,
         GROUP=group,
-        POWER_OF_TWO=power_of_two or bool(scaling == FOOTER_SCALES),
+        POWER_OF_TWO=power_of_two or format.HAS_E8M0_SCALES,
         SMALLEST=SMALLEST_TOKEN_SCALE if scaling == TOKEN_SCALE else SMALLEST_SCALE,
         ALIGNED=rows_are_aligned(layer),
         HAS_FP8=has_fp8,
         IS_SPLIT=layer.codec.is_split,
+        CODES=row.kv_lora_rank // 2 if format.IS_E2M1 else row.kv_lora_rank,
+        ROPE_AT=format.ROPE_AT if is_bytes else row.kv_lora_rank,
+        LARGEST=E2M1_MAX if format.IS_E2M1 else E4M3_MAX,
+        SCALE_BYTES=_scale_bytes(format),
         LATENT_TILE=latent_tile,
         PAIRS=triton.next_power_of_2(max(row.qk_rope_head_dim // 2, 1)),
     )
@@ -186,6 +204,8 @@ def store_traits(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> Sto
 
 def _scaling(format: FormatTraits) -> Any:
     """How rows of a format are scaled when they are stored: a constant of `norm_quant`."""
+    if format.IS_E2M1:
+        return FOUR_BIT_SCALES
     if not format.IS_E4M3:
         return NO_SCALE
     if format.SCALED_BY == "tensor":
@@ -197,10 +217,16 @@ def _scaling(format: FormatTraits) -> Any:
     return GROUP_SCALES if format.SCALES_AT < 0 else BLOCK_SCALES
 
 
+def _scale_bytes(format: FormatTraits) -> int:
+    if not format.HAS_E8M0_SCALES:
+        return 0
+    return format.ROPE_AT - format.SCALES_AT if format.IS_E2M1 else PageFooterCodec.footer_bytes
+
+
 def _tile_of_latent(scaling: Any, codec: RowCodec) -> tuple[int, int]:
     """Return (columns that share a scale, columns of the tile), powers of two."""
     width = triton.next_power_of_2(codec.row.kv_lora_rank)
-    if scaling in (BLOCK_SCALES, GROUP_SCALES):
+    if scaling in (BLOCK_SCALES, FOUR_BIT_SCALES, GROUP_SCALES):
         return codec.scale_group, max(width, codec.scale_group)
     if scaling == FOOTER_SCALES:  # one group per byte of a footer
         return codec.scale_group, codec.scale_group * PageFooterCodec.footer_bytes

@@ -23,7 +23,8 @@ def demo(
     ),
     format: str = typer.Option(
         "fp8_block128",
-        help="Cache format: bf16, fp16, fp32, fp8, fp8_token, fp8_block128 or fp8_block64.",
+        help="Cache format: bf16, fp16, fp32, fp8, fp8_token, fp8_block128, fp8_block64 or "
+        "mxfp4_block32.",
     ),
     device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if torch sees one."),
     seed: int = typer.Option(0, min=0, help="Seed of the weights and activations."),
@@ -60,8 +61,8 @@ def generate(
     tokens: int = typer.Option(64, min=1, help="Largest number of new tokens."),
     format: str | None = typer.Option(
         None,
-        help="Cache format: bf16, fp16, fp32, fp8, fp8_token, fp8_block128 or fp8_block64. "
-        "Default: the weights' dtype.",
+        help="Cache format: bf16, fp16, fp32, fp8, fp8_token, fp8_block128, fp8_block64 or "
+        "mxfp4_block32. Default: the weights' dtype.",
     ),
     page_size: int = typer.Option(64, min=1, help="Tokens per page."),
     dtype: str = typer.Option(

@@ -129,6 +129,7 @@ CONFIGURATIONS: dict[str, Case] = {
     "sparse-extra": _sparse("bf16", 64, extra_format="fp8_block128", extra_topk=64, sink="finite"),
     "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
     "indexer-bf16": _index_keys(format="bf16"),
+    "indexer-mxfp4": _index_keys(format="mxfp4_block32", dtype="e4m3"),
     "topk-4096": IndexerTopkCase(num_columns=4096, k=2048, num_tokens=2),
     "topk-8192": IndexerTopkCase(num_columns=9000, k=8192, num_tokens=2),
     "topk-split": IndexerTopkCase(num_columns=16384, k=2048, num_tokens=2),
