@@ -47,7 +47,8 @@ def test_errors_and_perplexity(folder, tmp_path):
         elif name == "fp32":
             assert 0 < max(each["errors"]) < 1e-4
         else:
-            assert 1e-3 < min(each["errors"]) < max(each["errors"]) < 0.3
+            most = 0.6 if name == "mxfp4_block32" else 0.3
+            assert 1e-3 < min(each["errors"]) < max(each["errors"]) < most
     shown = invoke(folder, "--tokens", 20, "--format", "fp8_ds_mla", "--dtype", "fp32")
     assert "fp8_block128" in shown
     assert "random tokens" in shown
