@@ -18,7 +18,7 @@ from torch import Tensor
 import mlakit
 from mlakit import KVShard, PagedLatentCache, UnsupportedError
 from mlakit.dispatch.checks import Dims
-from mlakit.formats.rows import Format
+from mlakit.formats import Format
 from mlakit.integrations import steps
 from mlakit.integrations.steps import DecodeBatch
 from mlakit.parallel.select import best_of_rank, best_of_ranks, own_positions

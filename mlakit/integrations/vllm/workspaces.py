@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mlakit import PagedLatentCache, RowShape
-from mlakit.formats.rows import Format
+from mlakit.formats import Format
 from mlakit.integrations import steps
 from mlakit.integrations.vllm import calls
 from mlakit.kernels.launch import Target
