@@ -41,6 +41,7 @@ DENSE = ("MLAKIT", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
 FP8_DENSE = ("MLAKIT", "FLASHMLA", "TRITON_MLA")  # FLASH_ATTN_MLA takes no such cache
 SPEED_DENSE, SPEED_FP8 = ("MLAKIT", "FLASHMLA", "FLASH_ATTN_MLA"), ("MLAKIT", "FLASHMLA")
 SGLANG_DENSE, SGLANG_SPARSE = ("fa3", "flashmla", "mlakit"), ("dsa", "mlakit")
+SGLANG_SHORT = ("mlakit", "triton", "fa3")  # flashmla takes its prefill from flashinfer
 SPARSE = ("MLAKIT_SPARSE", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")
 FP8_ROWS = ("MLAKIT_SPARSE", "FLASHMLA_SPARSE")
 RAGGED = [5, 17, 90, 300, 1500, 3000, 64, 65]
@@ -128,8 +129,8 @@ class Scenario:
         return any(task["kind"] != "tokens" for task in self.tasks)
 
 
-def _speed_tasks(steps: int = 96) -> list[dict[str, Any]]:
-    pairs = [(b, c) for c in CONTEXTS for b in BATCHES if b * c <= MOST_TOKENS]
+def _speed_tasks(steps: int = 96, contexts: tuple[int, ...] = CONTEXTS) -> list[dict[str, Any]]:
+    pairs = [(b, c) for c in contexts for b in BATCHES if b * c <= MOST_TOKENS]
     return [
         {"kind": "speed", "batch": batch, "context": context, "steps": steps}
         for batch, context in pairs
@@ -196,6 +197,12 @@ SCENARIOS = {
         {"VLLM_BATCH_INVARIANT": "1"},
     ),
     "sglang": Scenario(BOTH, SGLANG_DENSE, [TOKENS, *_speed_tasks()], program="sglang_job.py"),
+    "sglang-short": Scenario(
+        ("v3-h16",),
+        SGLANG_SHORT,
+        [TOKENS, *_speed_tasks(64, (8192,))],
+        program="sglang_job.py",
+    ),
     "sglang-sparse": Scenario(
         BOTH_SPARSE,
         SGLANG_SPARSE,
