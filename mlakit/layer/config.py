@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.checks import Dims, UnsupportedError
 from mlakit.model.config import ConfigFields, config_path, read_config
 from mlakit.model.geometry import MLAGeometry, Rope
 from mlakit.model.releases import ALIASES, RELEASES
+from mlakit.model.v4 import is_v4
 
 NORM_EPSILON = 1e-6
 """Of the norms of the query's and the key's latents in DeepSeek's code and in transformers, also
@@ -83,6 +84,10 @@ class LayerConfig:
         """
         if isinstance(config, LayerConfig):
             return config
+        if is_v4(config):
+            raise UnsupportedError(
+                "MLAAttention: config must not be that of DeepSeek-V4, whose layers are V4Attention"
+            )
         geometry = MLAGeometry.from_config(config)
         if isinstance(config, MLAGeometry):
             return cls(

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import log, sqrt
+from math import isclose, log, sqrt
 from typing import Any, Literal, get_args
 
 from mlakit.model.config import ConfigFields, config_path, read_config
-from mlakit.model.releases import ALIASES, RELEASES
+from mlakit.model.releases import ALIASES, DEEPSEEK_V4, RELEASES
 
 Rope = Literal["interleaved", "half"]
 """The column pairs that RoPE rotates: (0, 1), (2, 3), … or (p, p + D_R/2)."""
@@ -97,9 +97,12 @@ class RopeParameters:
         return f"RopeParameters({', '.join(shown)})"
 
     @classmethod
-    def from_fields(cls, fields: ConfigFields) -> RopeParameters:
-        """The RoPE fields of a config, old or new names, with the defaults of transformers."""
-        return _rope_parameters(fields)
+    def from_fields(cls, fields: ConfigFields, label: str | None = None) -> RopeParameters:
+        """The RoPE fields of a config, old or new names, with the defaults of transformers.
+
+        label  of one of the two sets of DeepSeek-V4: `main` or `compress`
+        """
+        return _rope_parameters(fields if label is None else _labelled(fields, label))
 
     @property
     def attention_mscale(self) -> float:
@@ -234,6 +237,7 @@ _ROPE_NUMBERS = (
     "high_freq_factor",
     "partial_rotary_factor",
 )
+_MSCALES = ("mscale", "mscale_all_dim")  # DeepSeek-V4 does not multiply by them
 _ROPE_LISTS = ("short_factor", "long_factor")
 _OPTIONAL = (
     "attention_factor",
@@ -249,6 +253,8 @@ _OPTIONAL = (
 
 
 def _from_fields(config: ConfigFields) -> MLAGeometry:
+    if config.get("model_type") == DEEPSEEK_V4:
+        return _v4_from_fields(config)
     latent = config.integer("kv_lora_rank")  # first: only MLA models have it
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     if config.get("v_head_dim") is None and config.get("model_type") == "minicpm3":
@@ -271,6 +277,60 @@ def _from_fields(config: ConfigFields) -> MLAGeometry:
         rope=_rope(config),
         rope_parameters=rope_parameters,
     )
+
+
+def _v4_from_fields(config: ConfigFields) -> MLAGeometry:
+    """DeepSeek-V4: a row is key and value of all heads, and there is no up-projection.
+
+    The latent is what is not rotated. The angles are those of layers that compress.
+    """
+    width = config.integer("head_dim", 512)
+    if config.get("qk_rope_head_dim") is None:
+        part = config.number("partial_rotary_factor", config.get("partial_rotary_factor", 1 / 8))
+        rope = round(width * part)
+        if not isclose(rope, width * part):
+            must = f"partial_rotary_factor must give whole columns of {width}"
+            raise ValueError(f"{config.source}: {must}, got {part}")
+    else:
+        rope = config.integer("qk_rope_head_dim")
+    if not 0 < rope < width:
+        must = f"qk_rope_head_dim must be even and between 0 and head_dim, {width}"
+        raise ValueError(f"{config.source}: {must}, got {rope}")
+    return MLAGeometry(
+        num_heads=config.integer("num_attention_heads"),
+        kv_lora_rank=width - rope,
+        qk_nope_head_dim=width - rope,
+        qk_rope_head_dim=rope,
+        v_head_dim=width,
+        hidden_size=config.integer("hidden_size"),
+        q_lora_rank=config.integer("q_lora_rank"),
+        index_n_heads=config.integer("index_n_heads", 64),
+        index_head_dim=config.integer("index_head_dim", 128),
+        index_topk=config.integer("index_topk", 512),
+        v_width=width,
+        rope_parameters=RopeParameters.from_fields(config, "compress"),
+    )
+
+
+def _labelled(config: ConfigFields, label: str) -> ConfigFields:
+    """The fields of one set of angles: nested under its label, or of a config with one set."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        got = type(given).__name__
+        raise TypeError(f"{config.source}: rope_parameters must be a dict, got {got}")
+    if isinstance(given.get("main"), Mapping) and isinstance(given.get("compress"), Mapping):
+        rope = dict(given[label])
+    elif label == "main":
+        rope = {"rope_theta": config.get("rope_theta", 1e4)}
+    else:
+        rope = {key: value for key, value in given.items() if key not in _MSCALES}
+        rope["rope_theta"] = config.get("compress_rope_theta", 1.6e5)
+        if rope.get("rope_type", rope.get("type")) == "yarn":
+            rope.setdefault("attention_factor", 1.0)
+    rope.pop("partial_rotary_factor", None)  # the columns are those that are rotated
+    longest = config.integer("max_position_embeddings", 1 << 20)
+    fields = {"rope_parameters": rope, "max_position_embeddings": longest}
+    return ConfigFields(fields, config.source)
 
 
 def _rope(config: ConfigFields) -> Rope:

@@ -37,6 +37,7 @@ def _moe(intermediate: int, expert: int, routed: int, shared: int, active: int, 
     }
 
 
+DEEPSEEK_V4 = "deepseek_v4"  # the model type
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 _BF16 = {"torch_dtype": "bfloat16", "quantization_config": None}
 
@@ -85,6 +86,39 @@ _GLM_5: dict[str, Any] = {
     "vocab_size": 154880,
     **_moe(12288, 2048, 256, 1, 8, 3),
     **_BF16,
+}
+
+_DEEPSEEK_V4: dict[str, Any] = {
+    "model_type": DEEPSEEK_V4,
+    "num_hidden_layers": 43,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    # by layer: 0 has no compressed rows, 4 selects among them, 128 has one per 128 tokens
+    "compress_ratios": [0, 0, *(4 if layer % 2 == 0 else 128 for layer in range(2, 43)), 0],
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "max_position_embeddings": 1048576,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "vocab_size": 129280,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
 }
 
 # `short_factor` and `long_factor` are the same list
@@ -141,6 +175,21 @@ RELEASES: dict[str, dict[str, Any]] = {
         "index_n_heads": 64,
         "index_head_dim": 128,
         "index_topk": 2048,
+    },
+    # deepseek-ai/DeepSeek-V4-Flash
+    "deepseek-v4-flash": _DEEPSEEK_V4,
+    # deepseek-ai/DeepSeek-V4-Pro
+    "deepseek-v4-pro": _DEEPSEEK_V4
+    | {
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "o_groups": 16,
+        "compress_ratios": [128, 128, *(4 if i % 2 == 0 else 128 for i in range(2, 61)), 0],
+        "index_topk": 1024,
+        "moe_intermediate_size": 3072,
+        "n_routed_experts": 384,
     },
     # moonshotai/Kimi-K2-Instruct
     "kimi-k2": _KIMI_K2
@@ -259,6 +308,8 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "deepseek-ai/DeepSeek-V3.2",
         "deepseek-ai/DeepSeek-V3.2-Exp",
     ),
+    "deepseek-v4-flash": ("deepseek-ai/DeepSeek-V4-Flash",),
+    "deepseek-v4-pro": ("deepseek-ai/DeepSeek-V4-Pro",),
     "kimi-k2": (
         "kimi-k2-instruct",
         "moonshotai/Kimi-K2-Base",

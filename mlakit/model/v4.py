@@ -16,19 +16,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import isclose
 from typing import Any, Literal, get_args
 
 from mlakit.model.config import ConfigFields, config_path, read_config
 from mlakit.model.geometry import MLAGeometry, RopeParameters, RowShape
-from mlakit.model.releases import ALIASES, RELEASES
+from mlakit.model.releases import ALIASES, DEEPSEEK_V4, RELEASES
 
 LayerKind = Literal[
     "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 ]
 KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 SLIDING, CSA, HCA = KINDS
-MODEL_TYPE = "deepseek_v4"
 # `compress_ratios` of the releases names the kind of each layer by its rate
 _DEFAULT_RATES = {CSA: 4, HCA: 128}
 
@@ -132,31 +130,30 @@ class V4Config:
             config = RELEASES.get(known, config)
         fields = read_config(config)
         model_type = fields.get("model_type")
-        if model_type != MODEL_TYPE:
+        if model_type != DEEPSEEK_V4:
             raise ValueError(
-                f"{fields.source}: model_type must be {MODEL_TYPE}, got {model_type!r}"
+                f"{fields.source}: model_type must be {DEEPSEEK_V4}, got {model_type!r}"
             )
-        main, compress = _angles(fields)
-        rates = _rates(fields)
+        rates, g = _rates(fields), MLAGeometry.from_config(config)
         return cls(
             kinds=_kinds(fields, rates),
-            hidden_size=fields.integer("hidden_size"),
-            num_heads=fields.integer("num_attention_heads"),
-            head_dim=fields.integer("head_dim", 512),
-            qk_rope_head_dim=_rope_columns(fields),
+            hidden_size=g.hidden_size,
+            num_heads=g.num_heads,
+            head_dim=g.v_head_dim,
+            qk_rope_head_dim=g.qk_rope_head_dim,
             q_lora_rank=fields.integer("q_lora_rank"),
             o_groups=fields.integer("o_groups"),
             o_lora_rank=fields.integer("o_lora_rank"),
             sliding_window=fields.integer("sliding_window", 128),
             csa_rate=rates[CSA],
             hca_rate=rates[HCA],
-            index_n_heads=fields.integer("index_n_heads", 64),
-            index_head_dim=fields.integer("index_head_dim", 128),
-            index_topk=fields.integer("index_topk", 512),
+            index_n_heads=g.index_n_heads,
+            index_head_dim=g.index_head_dim,
+            index_topk=g.index_topk,
             epsilon=float(fields.number("rms_norm_eps", fields.get("rms_norm_eps", 1e-6))),
             max_positions=fields.integer("max_position_embeddings", 1048576),
-            main=main,
-            compress=compress,
+            main=RopeParameters.from_fields(fields, "main"),
+            compress=g.rope_parameters,
         )
 
 
@@ -168,8 +165,8 @@ def is_v4(config: Any) -> bool:
         return False
     if isinstance(config, str) and config_path(config) is None:
         known = RELEASES.get(ALIASES.get(config.lower(), config.lower()))
-        return known is not None and known.get("model_type") == MODEL_TYPE
-    return bool(read_config(config).get("model_type") == MODEL_TYPE)
+        return known is not None and known.get("model_type") == DEEPSEEK_V4
+    return bool(read_config(config).get("model_type") == DEEPSEEK_V4)
 
 
 def _rates(fields: ConfigFields) -> dict[str, int]:
@@ -202,50 +199,3 @@ def _kinds(fields: ConfigFields, rates: Mapping[str, int]) -> tuple[LayerKind, .
             f"{count} layers, got {len(kinds)} and {', '.join(wrong) or 'no others'}"
         )
     return kinds
-
-
-def _rope_columns(fields: ConfigFields) -> int:
-    width = fields.integer("head_dim", 512)
-    columns = fields.get("qk_rope_head_dim")
-    if columns is not None:
-        return fields.integer("qk_rope_head_dim")
-    part = fields.number("partial_rotary_factor", fields.get("partial_rotary_factor", 64 / 512))
-    columns = round(width * part)
-    if not isclose(columns, width * part):
-        raise ValueError(
-            f"{fields.source}: partial_rotary_factor must give whole columns of {width}, got {part}"
-        )
-    return columns
-
-
-def _angles(fields: ConfigFields) -> tuple[RopeParameters, RopeParameters]:
-    """The angles `main` and `compress`: nested, or those of a config with one set of angles."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        got = type(given).__name__
-        raise TypeError(f"{fields.source}: rope_parameters must be a dict, got {got}")
-    if isinstance(given.get("main"), Mapping) and isinstance(given.get("compress"), Mapping):
-        parts = [dict(given["main"]), dict(given["compress"])]
-    else:
-        shared = {key: value for key, value in given.items() if key not in ("main", "compress")}
-        theta = fields.get("compress_rope_theta", 160000.0)
-        parts = [
-            {"rope_type": "default", "rope_theta": fields.get("rope_theta", 10000.0)},
-            {**shared, "rope_theta": theta},
-        ]
-        if shared.get("rope_type", shared.get("type")) == "yarn":
-            parts[1].setdefault("attention_factor", 1.0)
-            parts[1].pop("mscale", None)
-            parts[1].pop("mscale_all_dim", None)
-    # the columns are those that are rotated: no factor applies to them
-    flat = [{k: v for k, v in part.items() if k != "partial_rotary_factor"} for part in parts]
-    length = fields.integer("max_position_embeddings", 1048576)
-    main, compress = (
-        RopeParameters.from_fields(
-            ConfigFields(
-                {"rope_parameters": each, "max_position_embeddings": length}, fields.source
-            )
-        )
-        for each in flat
-    )
-    return main, compress

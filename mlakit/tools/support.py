@@ -18,6 +18,7 @@ from mlakit.tools.workloads.inputs import DTYPES
 NVIDIA = tuple(arch for arch in CARDS if arch not in AMD)
 NOT_RUN = f"{', '.join(map(arch_name, AMD))}: compiled, not run"
 MODEL = MLAGeometry.preset("deepseek-v3")
+V4_FORMATS, V4_ROW = ("fp8_block64",), RowShape(448, 64, v_width=512)  # of DeepSeek-V4 alone
 INDEX_KEYS = RowShape(128, 0)  # of DeepSeek-V3.2: the rows of the indexer's own cache
 INDEX_OPS = ("indexer_logits", "indexer_select")
 # of a problem unless it is said: bf16 attention, and the indexer as DeepSeek-V3.2 has it
@@ -138,6 +139,8 @@ def problem_of(
     facts: dict[str, object] = {name: known[name] for name in known if name in facts_of(op)}
     if op in CACHED_OPS:
         facts["row"] = INDEX_KEYS if op in INDEX_OPS else MODEL.row
+        if op not in INDEX_OPS and known["format"] in V4_FORMATS:
+            facts["row"] = V4_ROW
     elif op == "mla_prefill":
         facts["head_widths"] = (
             MODEL.qk_nope_head_dim,

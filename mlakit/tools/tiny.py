@@ -46,8 +46,10 @@ SIZES: dict[str, Any] = {
 }
 INDEX_SIZES = {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 16}
 OTHER_TYPES = {"kimi_k2": "deepseek_v3"}  # transformers has the layers under this name
-# transformers has no class for the text model of one, and the other's RoPE fits its own sizes only
-MODELS = tuple(name for name in PRESETS if name not in ("mistral-small-4", "minicpm3"))
+# transformers has no class for the text model of one, another's RoPE fits its own sizes only, and
+# DeepSeek-V4 has other sizes
+_OTHERS = ("mistral-small-4", "minicpm3", "deepseek-v4-flash", "deepseek-v4-pro")
+MODELS = tuple(name for name in PRESETS if name not in _OTHERS)
 FP8_CONFIG = {
     "quant_method": "fp8",
     "fmt": "e4m3",

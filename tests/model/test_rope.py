@@ -95,6 +95,10 @@ def transformers_table(config: Any, positions: Tensor) -> Tensor:
     """What the rotary module of a config's model computes, in our layout."""
     name = config.model_type
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    if name == "deepseek_v4":  # two sets of angles, one number per pair
+        rotary = module.DeepseekV4RotaryEmbedding(config)
+        parts = rotary(torch.zeros(1), positions[None], layer_type="compress")
+        return torch.stack([part[0] for part in parts], dim=-1).flatten(1)
     rotary = getattr(module, ROTARY_CLASSES[name])(config)
     result = rotary(torch.zeros(1), positions[None])
     if isinstance(result, tuple):

@@ -12,11 +12,13 @@ import torch
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
+from mlakit import V4Cache
 from mlakit.cache import KVShard, PagedLatentCache
 from mlakit.formats import FORMATS, row_codec
 from mlakit.model.config import read_config
 from mlakit.model.geometry import PRESETS, MLAGeometry, RowShape
 from mlakit.model.releases import RELEASES
+from mlakit.model.v4 import V4Config
 from mlakit.tools import cli
 from mlakit.tools.memory.budget import (
     CHECKPOINT_INDEX,
@@ -25,6 +27,7 @@ from mlakit.tools.memory.budget import (
     memory_report,
     parse_contexts,
 )
+from mlakit.tools.memory.compressed import UNCOMPRESSED, compressed_size
 from mlakit.tools.memory.layers import config_fields, layer_counts
 
 SMALL = {
@@ -89,6 +92,7 @@ def test_a_page_is_as_large_as_in_a_new_pool(name):
         ("glm-5.2", "fp8", 78 * 576 + 21 * 132),
         ("deepseek-v2-lite", "fp16", 27 * 1152),
         ("minicpm3", "bf16", 62 * 2 * 288),
+        ("deepseek-v4-flash", "fp8_block64", round(21 * (584 + 132) / 4 + 20 * 584 / 128)),
     ],
 )
 def test_bytes_per_token_of_known_models(model, name, expected):
@@ -98,8 +102,36 @@ def test_bytes_per_token_of_known_models(model, name, expected):
 @pytest.mark.parametrize("model", PRESETS)
 def test_every_known_model_has_a_report(model):
     report = memory_report(model, [4096], gpu_gib=141)
-    assert [size.name for size in report.sizes] == [*FORMATS, EXPANDED]
+    last = UNCOMPRESSED if model.startswith("deepseek-v4") else EXPANDED
+    assert [size.name for size in report.sizes] == [*FORMATS, last]
     assert report.layers.mla == report.layers.total > 0
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block64"])
+@pytest.mark.parametrize("context", [1, 131, 1000])
+def test_compressed_rows_are_counted_as_a_cache_allocates_them(format, context):
+    """Pages in use after steps of one token, and those of the report: pages of every lane."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "q_lora_rank": 32}
+    fields = RELEASES["deepseek-v4-flash"] | sizes | {"num_hidden_layers": 6}
+    config = V4Config.from_config(fields)
+    size = compressed_size(config, format, 16)
+    cache = V4Cache(config, format, page_size=16)
+    sequence = cache.reserve()
+    cache.append_batch([sequence], [context])
+    for _ in range(3):  # a prompt's rows outside of the window are freed by the next step
+        cache.append_batch([sequence], [1])
+    used = sum(
+        pages * each.codec.page_bytes(each.page_size) * each.num_layers
+        for name, pages in cache.pages_in_use.items()
+        for each in cache.lanes[name].caches.values()
+    )
+    counted = size.rank_bytes(context + 3)
+    assert used <= counted
+    if context > 200:
+        assert counted < 1.2 * used
+    assert size.token_bytes == round(cache.token_bytes)
+    assert size.max_tokens(size.constant_bytes) == 0
+    assert size.max_tokens(size.constant_bytes + 10**6) > 10**6 // 7000
 
 
 def test_the_last_row_is_the_cache_without_mla():
@@ -176,7 +208,11 @@ def test_the_layers_of_a_release_are_those_of_transformers(name):
     model_type = published.pop("model_type").replace("kimi_k2", "deepseek_v3")
     config = AutoConfig.for_model(model_type, **published)
     assert layer_counts(config_fields(name)) == layer_counts(read_config(config))
-    if name not in ("deepseek-v2", "deepseek-v2-lite"):  # whose defaults are of another model
+    if name not in (
+        "deepseek-v2",
+        "deepseek-v2-lite",
+        "deepseek-v4-pro",
+    ):  # whose defaults are of another model
         default = AutoConfig.for_model(model_type)
         assert default.num_hidden_layers == config.num_hidden_layers
 

@@ -23,7 +23,7 @@ from mlakit.integrations.transformers.selected_columns import (
     pools_keys,
     selects_all,
 )
-from mlakit.model.v4 import MODEL_TYPE as V4_MODEL_TYPE
+from mlakit.model.releases import DEEPSEEK_V4
 from mlakit.steps.step import DECODE_THRESHOLD
 from mlakit.steps.weight_copies import identity
 
@@ -199,7 +199,7 @@ def mask(*args: Any, config: Any = None, **arguments: Any) -> Tensor | None:
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if getattr(config, "model_type", None) == V4_MODEL_TYPE:  # every window is that of the config
+    if getattr(config, "model_type", None) == DEEPSEEK_V4:  # every window is that of the config
         return None
     if arguments.get("mask_function", causal_mask_function) is not causal_mask_function:
         raise UnsupportedError(

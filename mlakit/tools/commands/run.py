@@ -9,14 +9,16 @@ from typing import Annotated
 import typer
 
 from mlakit.model.geometry import PRESETS, MLAGeometry
+from mlakit.model.v4 import is_v4
 from mlakit.tools.options import Command, completion, needs_transformers, usage_errors
 
 app = typer.Typer()
+_WITH_LATENTS = [name for name in PRESETS if not is_v4(name)]
 
 
 @app.command(cls=Command, epilog="Example: [bold]mlakit demo --model kimi-k2 --prompt 1000[/bold]")
 def demo(
-    model: str = typer.Option("deepseek-v3.2", help=f"One of {', '.join(PRESETS)}."),
+    model: str = typer.Option("deepseek-v3.2", help=f"One of {', '.join(_WITH_LATENTS)}."),
     prompt: int = typer.Option(300, min=2, help="Number of prompt tokens."),
     tokens: int = typer.Option(
         8, min=1, help="Number of tokens to decode, for each of two continuations."
@@ -38,6 +40,10 @@ def demo(
 
     with usage_errors():
         geometry = MLAGeometry.preset(model)
+        if is_v4(model):
+            raise ValueError(
+                f"--model must be a model with latents, got {model!r}; V4Attention runs DeepSeek-V4"
+            )
         settings = make_settings(
             geometry, prompt=prompt, tokens=tokens, format=format, device=device, seed=seed
         )

@@ -16,45 +16,18 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from mlakit.cache import KVShard
 from mlakit.formats import FORMATS, known_format, row_codec
 from mlakit.model.config import config_path
 from mlakit.model.geometry import MLAGeometry, RowShape
+from mlakit.model.v4 import V4Config, is_v4
 from mlakit.tools.bench.shapes import NUMBER, parse_number
+from mlakit.tools.memory.compressed import CompressedSize, compressed_size, uncompressed_size
 from mlakit.tools.memory.layers import LayerCounts, read_model
+from mlakit.tools.memory.sizes import CacheSize
 
 EXPANDED = "K/V without MLA"
 CHECKPOINT_INDEX = "model.safetensors.index.json"
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """The bytes of one kind of cache, all layers together.
-
-    token_bytes       one token of the model, without padding of pages
-    rank_token_bytes  the same on one rank, on average
-    page_bytes        one page on one rank, as a new pool allocates it
-    shards            ranks that the tokens are divided over
-    """
-
-    name: str
-    token_bytes: int
-    rank_token_bytes: float
-    page_bytes: int
-    page_size: int
-    shards: int
-
-    def pages(self, context: int) -> int:
-        """Pages of one request on the rank that has the most."""
-        return -(-KVShard(0, self.shards).local_count(context) // self.page_size)
-
-    def rank_bytes(self, context: int, batch: int = 1) -> int:
-        return batch * self.pages(context) * self.page_bytes
-
-    def max_tokens(self, free_bytes: int) -> int:
-        """Tokens of all requests that fit on the ranks, if every page is full."""
-        return max(free_bytes, 0) // self.page_bytes * self.page_size * self.shards
 
 
 @dataclass(frozen=True)
@@ -123,22 +96,25 @@ def memory_report(
         raise ValueError(f"tp must divide the {geometry.num_heads} heads, got {tp}")
     if tp % dcp:
         raise ValueError(f"dcp must divide tp, {tp}, got {dcp}")
-    sizes, unsupported = [], []
+    v4 = V4Config.from_config(config) if is_v4(config) else None
+    if v4 is not None and dcp > 1:
+        raise ValueError(f"dcp must be 1 for DeepSeek-V4, whose rows have no shards, got {dcp}")
+    sizes: list[CacheSize] = []
+    unsupported = []
     for name in map(known_format, dict.fromkeys(formats or FORMATS)):
         try:
-            sizes.append(latent_size(geometry, layers, name, dcp=dcp, page_size=page_size))
+            if v4 is not None:
+                sizes.append(compressed_size(v4, name, page_size))
+            else:
+                sizes.append(latent_size(geometry, layers, name, dcp=dcp, page_size=page_size))
         except ValueError as error:
             if formats:
                 raise
             unsupported.append(str(error))
-    # K and V of every head in bf16. TP divides the heads, so there is no use for DCP.
-    whole, own = (
-        row_codec("bf16", RowShape(each.expanded_elements_per_token, 0))
-        for each in (geometry, geometry.with_heads(geometry.num_heads // tp))
-    )
-    token_bytes, rank_bytes = (layers.mla * each.bytes_per_token for each in (whole, own))
-    page_bytes = layers.mla * own.page_bytes(page_size)
-    sizes.append(CacheSize(EXPANDED, token_bytes, rank_bytes, page_bytes, page_size, shards=1))
+    if v4 is not None:
+        sizes.append(uncompressed_size(v4, page_size))
+    else:
+        sizes.append(expanded_size(geometry, layers, tp=tp, page_size=page_size))
     weights = None if weights_gib is None else int(weights_gib * GIB)
     if weights is None and (stored := checkpoint_bytes(config)) is not None:
         weights = -(-stored // tp)
@@ -159,6 +135,19 @@ def latent_size(
     token_bytes = sum(codec.bytes_per_token * count for codec, count in parts)
     page_bytes = sum(codec.page_bytes(page_size) * count for codec, count in parts)
     return CacheSize(name, token_bytes, token_bytes / dcp, page_bytes, page_size, dcp)
+
+
+def expanded_size(
+    geometry: MLAGeometry, layers: LayerCounts, *, tp: int, page_size: int
+) -> CacheSize:
+    """K and V of every head in bf16. TP divides the heads, so there is no use for DCP."""
+    whole, own = (
+        row_codec("bf16", RowShape(each.expanded_elements_per_token, 0))
+        for each in (geometry, geometry.with_heads(geometry.num_heads // tp))
+    )
+    token_bytes, rank_bytes = (layers.mla * each.bytes_per_token for each in (whole, own))
+    page_bytes = layers.mla * own.page_bytes(page_size)
+    return CacheSize(EXPANDED, token_bytes, rank_bytes, page_bytes, page_size, shards=1)
 
 
 def checkpoint_bytes(config: str) -> int | None:
@@ -195,6 +184,11 @@ def table(report: MemoryReport) -> Table:
     notes = [f"Left out: {reason}." for reason in report.unsupported]
     if mla < total:
         notes.append("The state of linear attention is not counted: its size is constant.")
+    if any(isinstance(size, CompressedSize) for size in report.sizes):
+        notes.append(
+            "A token adds compressed rows and index keys. GiB also count each request's window and "
+            "states; tokens that fit are those of one request."
+        )
     if free is not None:
         known = report.weight_bytes
         weights = "are not counted" if known is None else f"take {known / GIB:.1f} GiB per rank"

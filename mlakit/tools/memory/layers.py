@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mlakit.model.config import ConfigFields, config_path, read_config
 from mlakit.model.geometry import MLAGeometry
 from mlakit.model.releases import ALIASES, RELEASES
+from mlakit.model.v4 import CSA, V4Config, is_v4
 
 LINEAR = "linear_attention"
 
@@ -38,6 +39,9 @@ def read_model(config: str) -> tuple[ConfigFields, MLAGeometry, LayerCounts]:
     try:
         geometry = MLAGeometry.from_config(config)
         fields = config_fields(config)
+        if is_v4(config):
+            kinds = V4Config.from_config(config).kinds
+            return fields, geometry, LayerCounts(len(kinds), len(kinds), kinds.count(CSA))
         return fields, geometry, layer_counts(fields)
     except (TypeError, OSError) as error:  # a field of another type; a file that cannot be read
         raise ValueError(str(error)) from None

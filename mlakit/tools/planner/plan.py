@@ -14,6 +14,7 @@ from typing import Any
 
 from mlakit.model.geometry import MLAGeometry
 from mlakit.model.releases import ALIASES, HUB_IDS
+from mlakit.model.v4 import is_v4
 from mlakit.tools.memory.budget import GIB, latent_size
 from mlakit.tools.memory.layers import LayerCounts, read_model
 from mlakit.tools.planner.times import attention_us
@@ -190,6 +191,11 @@ def make_plan(
     if cache_dtype not in (None, *CACHE_DTYPES):
         raise ValueError(
             f"cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {cache_dtype!r}"
+        )
+    if is_v4(model):
+        raise ValueError(
+            "model must not be DeepSeek-V4, whose rows stand for several tokens; mlakit memory has "
+            f"its cache, got {model!r}"
         )
     weights = model_weights(model, weights_gib)
     fields, geometry, layers = read_model(model)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import V4Attention
+from mlakit import MLAAttention, MLAGeometry, UnsupportedError, V4Attention
+from mlakit.model.releases import RELEASES
 from mlakit.model.v4 import CSA, HCA, SLIDING, V4Config
 from tests.layer.v4.models import CONFIGS, KINDS, SIZES, hf_module, hf_result, inputs, weights
 from tests.layer.v4.oracle import V4Oracle
@@ -186,6 +187,20 @@ def test_a_module_with_hooks_is_refused():
 def test_wrong_configs_name_the_field(change, message):
     with pytest.raises(ValueError, match=message):
         V4Config.from_config(SIZES | change)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
+def test_known_models_are_those_of_transformers(name):
+    from transformers import DeepseekV4Config
+
+    fields = dict(RELEASES[name])
+    del fields["model_type"]
+    config = V4Config.from_config(name)
+    assert V4Config.from_config(DeepseekV4Config(**fields)) == config
+    assert MLAGeometry.preset(name) == MLAGeometry.from_config(RELEASES[name]) == config.geometry()
+    assert config.row.width == config.row.v_width == 512
+    with pytest.raises(UnsupportedError, match="whose layers are V4Attention"):
+        MLAAttention(name)
 
 
 def test_configs_of_releases_and_of_transformers_are_the_same():
