@@ -79,7 +79,7 @@ SGLANG: dict[str, Any] = {
     "page_size": 64,
     "context_length": 33_280,
     "max_running_requests": 128,
-    "cuda_graph_max_bs": 128,
+    "cuda_graph_max_bs_decode": 128,
     "mem_fraction_static": 0.8,
     "log_level": "warning",
 }

@@ -6,6 +6,7 @@ lengths are read from SGLang's buffers at every replay, and the first layer plan
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from mlakit import RowShape, UnsupportedError, format_of_dtype
 from mlakit.integrations import steps
+from mlakit.integrations.announce import announce
 from mlakit.integrations.sglang import calls, plugin, seams
 from mlakit.integrations.sglang.seams import AttentionBackend
 from mlakit.integrations.warmup import compile_kernels
 
+LOGGER = logging.getLogger("sglang.mlakit")
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
@@ -223,7 +226,10 @@ class DenseBackend(AttentionBackend):
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         require(topk_indices is None, "topk_indices", "be None without an indexer", "a tensor")
-        return steps.decode(q, self._pool(layer), self._current().batch, layer.scaling, sink=sink)
+        pool = self._pool(layer)
+        results = steps.decode(q, pool, self._current().batch, layer.scaling, sink=sink)
+        announce(LOGGER, plugin.NAME, "mla_decode", pool)
+        return results
 
     def _current(self) -> calls.Step:
         if self.forward_metadata is None:

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 import mlakit
+from mlakit.integrations.announce import announce
 from mlakit.integrations.sglang import calls, plugin, seams
-from mlakit.integrations.sglang.backend import DenseBackend, require
+from mlakit.integrations.sglang.backend import LOGGER, DenseBackend, require
 from mlakit.integrations.sglang.seams import BaseIndexerMetadata
 
 INDEX_PAGE = 64
@@ -56,14 +57,16 @@ class SparseBackend(DenseBackend):
         if topk_indices is None:
             raise ValueError(f"{plugin.NAME}: topk_indices must be given with an indexer, got None")
         q_latent, q_rope = q if isinstance(q, tuple) else (q, None)
+        pool = self._pool(layer)
         out, lse, _ = mlakit.sparse_mla(
             q_latent,
-            self._pool(layer),
+            pool,
             topk_indices[: len(q_latent)],
             q_rope=q_rope,
             softmax_scale=layer.scaling,
             sink=sink,
         )
+        announce(LOGGER, plugin.NAME, "sparse_mla", pool)
         return out, lse
 
 

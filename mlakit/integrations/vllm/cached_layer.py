@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mlakit import PagedLatentCache, RowShape, UnsupportedError
-from mlakit.dispatch import selection
+from mlakit.integrations.announce import announce
 from mlakit.integrations.steps import Pools
 from mlakit.integrations.vllm import calls
 
 LOGGER = logging.getLogger("vllm.mlakit")  # vLLM gives its own loggers a handler
-_ANNOUNCED: set[str] = set()
 
 
 class CachedLayer:
@@ -61,18 +60,7 @@ class CachedLayer:
 
     def announce(self, op: str, pool: PagedLatentCache) -> None:
         """Log once, after a call of an op, what serves the layers of this backend."""
-        if self.backend not in _ANNOUNCED:
-            _ANNOUNCED.add(self.backend)
-            codec = pool.codec
-            LOGGER.info(
-                "%s: %s by %s over rows of %s, %d bytes a token, %d tokens a page",
-                self.backend,
-                op,
-                ", ".join(selection.chosen(op)),
-                codec.name,
-                codec.bytes_per_token,
-                pool.page_size,
-            )
+        announce(LOGGER, self.backend, op, pool)
 
     def do_kv_cache_update(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 
 from mlakit import CAUSAL, NULL, UnsupportedError, reference
-from mlakit.integrations import steps
+from mlakit.integrations import announce, steps
 from mlakit.integrations.sglang import calls
 from mlakit.tools.testing import assert_matches
 from tests.integrations.sglang import fake_engine
@@ -19,6 +20,7 @@ from tests.integrations.sglang.driver import (
     NOPE,
     ROW,
     SCALE,
+    TOPK,
     V_WIDTH,
     Engine,
     check,
@@ -91,6 +93,24 @@ def test_queries_are_not_copied(monkeypatch):
     engine.backend.init_forward_metadata(batch)
     engine.backend.forward(k=None, v=None, layer=engine.layer, forward_batch=batch, **given)
     assert [latent.data_ptr() for latent, _ in seen] == [given["q"].data_ptr()]
+
+
+@pytest.mark.parametrize("index_topk", [None, TOPK])
+def test_a_line_of_the_log_says_what_serves(index_topk, caplog, monkeypatch):
+    monkeypatch.setattr(announce, "_ANNOUNCED", set())
+    config = {} if index_topk is None else {"index_topk": index_topk}
+    engine = Engine(monkeypatch, LENGTHS, CPU, **config)
+    batch, q = engine.batch(ForwardMode.DECODE), parts(queries(4, CPU))
+    if index_topk is not None:
+        q["topk_indices"] = torch.full((4, TOPK), -1, dtype=torch.int32)
+    engine.backend.init_forward_metadata(batch)
+    with caplog.at_level(logging.INFO, logger="sglang.mlakit"):
+        for _ in range(2):
+            engine.backend.forward(k=None, v=None, layer=engine.layer, forward_batch=batch, **q)
+    (message,) = caplog.messages
+    op = "mla_decode" if index_topk is None else "sparse_mla"
+    assert message.startswith(f"mlakit: {op} by ")
+    assert message.endswith(" over rows of bf16, 1152 bytes a token, 64 tokens a page")
 
 
 def test_a_verification_step_has_a_chain_of_drafts(device, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlakit import PagedLatentCache, RowShape, UnsupportedError
-from mlakit.integrations.vllm import cached_layer
+from mlakit.integrations import announce
 from mlakit.integrations.vllm.cached_layer import CachedLayer
 
 
@@ -43,8 +43,8 @@ def test_a_layer_refuses_what_the_ops_do_not_compute(feature):
 
 
 def test_a_backend_says_once_what_serves_it(caplog, monkeypatch):
-    monkeypatch.setattr(cached_layer, "_ANNOUNCED", set())
-    monkeypatch.setattr(cached_layer.selection, "chosen", lambda op: (f"cpu of {op}",))
+    monkeypatch.setattr(announce, "_ANNOUNCED", set())
+    monkeypatch.setattr(announce.selection, "chosen", lambda op: (f"cpu of {op}",))
     pool = PagedLatentCache.allocate(RowShape(512, 64), "fp8_block128", num_pages=1, page_size=64)
     layer = Layer(16, 576, 0.1, 1, None, None, "fp8", None, **WIDTHS)
     with caplog.at_level(logging.INFO, logger="vllm.mlakit"):
