@@ -30,7 +30,7 @@ from mlakit.kernels.triton.arguments import (
     length_arguments,
     page_table_arguments,
 )
-from mlakit.kernels.triton.configs import has_fp8_dots, pick_indexer_config
+from mlakit.kernels.triton.indexer_configs import has_fp8_dots, pick_indexer_config
 from mlakit.kernels.triton.primitives import load_row_tile, mask_interval, widen_e4m3
 from mlakit.kernels.triton.rows import (
     TRITON_TYPES,

@@ -13,7 +13,7 @@ from torch import Tensor
 from mlakit.cache import CacheLayer, PageTable
 from mlakit.dispatch import selection
 from mlakit.dispatch.specs import device_facts
-from mlakit.kernels.triton.configs import has_fp8_dots
+from mlakit.kernels.triton.indexer_configs import has_fp8_dots
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import Mask
 from mlakit.ops.indexer import LOGITS, logits_problem

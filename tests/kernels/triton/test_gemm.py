@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from mlakit.kernels.launch import SHARED_BYTES
-from mlakit.kernels.triton import configs, fp8, fp8_small_m
+from mlakit.kernels.triton import configs, fp8, fp8_small_m, indexer_configs
 from mlakit.kernels.triton.fp8 import library_refuses as scaled_mm_refuses
 from mlakit.kernels.triton.fp8_small_m_configs import pick_few_rows_config
 from mlakit.kernels.triton.matmul import library_refuses as bmm_refuses
@@ -208,7 +208,7 @@ def test_matmul_tiles_fit_shared_memory(shared, rows):
 @pytest.mark.parametrize("tokens", [8, 16, 4096])
 def test_indexer_tiles_fit_shared_memory(shared, heads, itemsize, tokens):
     for width in (128, 576):
-        config = configs.pick_indexer_config(
+        config = indexer_configs.pick_indexer_config(
             heads=heads,
             padded_width=width,
             itemsize=itemsize,
@@ -234,7 +234,7 @@ def test_indexer_tiles_fit_shared_memory(shared, heads, itemsize, tokens):
     ],
 )
 def test_indexer_programs_fill_the_sms(batch, q_len, columns, tile, tiles):
-    config = configs.pick_indexer_config(
+    config = indexer_configs.pick_indexer_config(
         heads=64,
         padded_width=128,
         itemsize=1,

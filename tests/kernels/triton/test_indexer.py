@@ -10,7 +10,7 @@ import torch
 from mlakit.dispatch import knobs
 from mlakit.dispatch.specs import pretending
 from mlakit.formats import row_codec
-from mlakit.kernels.triton.configs import has_fp8_dots
+from mlakit.kernels.triton.indexer_configs import has_fp8_dots
 from mlakit.model.geometry import RowShape
 from mlakit.tools.workloads import IndexerLogitsCase
 from mlakit.tools.workloads.fp8_scores import uses_fp8_logits
