@@ -124,6 +124,7 @@ def _select(
     is_looked_up = page_size > 0 and method == "whole"
     traits = Traits(
         PAGE=page_size,
+        IS_FLAT=table.starts is not None,
         MASK=mask.traits,
         METHOD=method,
         BLOCK=config.block,
@@ -169,10 +170,19 @@ class BoundArguments(NamedTuple):
 NO_BOUNDS = BoundArguments(None, None, 0, 0)
 
 
+class Best(NamedTuple):
+    """Where the columns of a row's k best go, in the kernel."""
+
+    columns: tl.tensor
+    entries: tl.tensor  # of the page table, to store physical rows instead, where PAGE is not 0
+    stride_entry: tl.tensor
+
+
 class Traits(NamedTuple):
     """The constants that the kernel is compiled for."""
 
     PAGE: int  # 0: columns are stored, not rows
+    IS_FLAT: bool  # the page table is
     MASK: MaskTraits
     METHOD: str
     BLOCK: int  # candidates of a buffer, or columns whose ranks are in registers
@@ -207,16 +217,14 @@ def _select_kernel(
     page_table,  # `PageTableArguments`, with lengths
     TRAITS: tl.constexpr,
 ):
-    PAGE: tl.constexpr = TRAITS.PAGE
     MASK: tl.constexpr = TRAITS.MASK
     METHOD: tl.constexpr = TRAITS.METHOD
     BLOCK: tl.constexpr = TRAITS.BLOCK
     STEP: tl.constexpr = TRAITS.STEP
     SAMPLE: tl.constexpr = TRAITS.SAMPLE
-    AT_ONCE: tl.constexpr = TRAITS.AT_ONCE
     WARPS: tl.constexpr = TRAITS.WARPS
     LISTS: tl.constexpr = TRAITS.LISTS
-    IS_FLAT: tl.constexpr = page_table.starts is not None
+    IS_FLAT: tl.constexpr = TRAITS.IS_FLAT
     IS_MERGED: tl.constexpr = METHOD == "merge"
     items = tokens
     if METHOD == "split":
@@ -233,7 +241,7 @@ def _select_kernel(
             origin = first
         if bounds.ends is not None:
             last = tl.load(bounds.ends + row * bounds.stride_ends).to(tl.int32)
-        entries = None
+        entries = scores.out  # not read
         if lengths.q_starts is not None:
             request = _find_request(first_token + row, lengths, num_requests)
             end_at = lengths.q_starts + (request + 1) * lengths.stride_q_starts
@@ -246,7 +254,7 @@ def _select_kernel(
                 first_entry = tl.load(page_table.starts + request * page_table.stride_starts)
                 entries += first_entry.to(tl.int64) * page_table.stride_entry
         last = tl.minimum(last, columns)
-        best = scores.out + row * scores.stride_out
+        best = Best(scores.out + row * scores.stride_out, entries, page_table.stride_entry)
 
         if METHOD == "narrow" or METHOD == "split" or IS_MERGED:
             ROOM: tl.constexpr = BLOCK // 2 + STRIDE
@@ -281,22 +289,16 @@ def _select_kernel(
                 if is_enough & (total <= BLOCK // 2):
                     tl.store(row_counts + tl.arange(0, LISTS), tl.cumsum(held, 0) - held)
                     tl.debug_barrier()
-                    _store_gathered(
-                        row_lists, row_counts, total, k, sampled, best, entries,
-                        page_table.stride_entry, PAGE, IS_FLAT, BLOCK, STEP, AT_ONCE, ROOM, LISTS,
-                    )  # fmt: skip
+                    _store_gathered(row_lists, row_counts, total, k, sampled, best, TRAITS)
                 else:  # an unlucky sample, or many equal logits
                     tl.debug_barrier()
                     lowest = tl.full([], LOWEST, tl.int32)
                     buffer = row_lists.to(tl.pointer_type(tl.int32))
+                    floor = tl.where(is_enough, sampled, lowest)
                     num_held, floor = _narrow(
-                        source, first, last, origin, k, tl.where(is_enough, sampled, lowest),
-                        buffer, BLOCK, STEP,
-                    )  # fmt: skip
-                    _store_candidates(
-                        buffer, num_held, k, floor, best, entries, page_table.stride_entry, PAGE,
-                        IS_FLAT, BLOCK, STEP,
-                    )  # fmt: skip
+                        source, first, last, origin, k, floor, buffer, BLOCK, STEP
+                    )
+                    _store_candidates(buffer, num_held, k, floor, best, TRAITS)
                 tl.debug_barrier()  # before the next row reuses the lists
         else:
             IN_REGISTERS: tl.constexpr = METHOD == "whole"
@@ -312,26 +314,20 @@ def _select_kernel(
                 floor, num_equal = search_again(source, None, first, last, k, lowest, BLOCK)
             if IN_REGISTERS and STEP == BLOCK:
                 column = begin - origin + tl.arange(0, BLOCK)
-                taken, num_equal = _store_best(
-                    ranks, column, floor, num_equal, taken, best, entries, page_table.stride_entry,
-                    PAGE, IS_FLAT,
-                )  # fmt: skip
+                taken, num_equal = _store_best(ranks, column, floor, num_equal, taken, best, TRAITS)
             else:
                 for step in range(tl.cdiv(last - begin, STEP)):
                     start = step * STEP + begin
                     some = rank_logits(load_logits(source, start, first, last, STEP))
                     column = start - origin + tl.arange(0, STEP)
                     taken, num_equal = _store_best(
-                        some, column, floor, num_equal, taken, best, entries,
-                        page_table.stride_entry, PAGE, IS_FLAT,
-                    )  # fmt: skip
+                        some, column, floor, num_equal, taken, best, TRAITS
+                    )
             _fill(best, taken, k, STEP)
 
 
 @triton.jit
-def _narrow(
-    source, first, last, origin, k, floor, buffer, BLOCK: tl.constexpr, STEP: tl.constexpr
-):  # fmt: skip
+def _narrow(source, first, last, origin, k, floor, buffer, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Fill the buffer with candidates that rank above `floor`, among them the k best of those in
     [first, last). Returns (number of candidates, at most BLOCK // 2; a floor that none is below).
     """
@@ -357,12 +353,12 @@ def _narrow(
 
 
 @triton.jit
-def _store_gathered(
-    lists, starts, total, k, floor, best, entries, stride_entry, PAGE: tl.constexpr,
-    IS_FLAT: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
-    ROOM: tl.constexpr, LISTS: tl.constexpr,
-):  # fmt: skip
+def _store_gathered(lists, starts, total, k, floor, best, TRAITS: tl.constexpr):
     """`_store_candidates` of lists of candidates."""
+    BLOCK: tl.constexpr = TRAITS.BLOCK
+    AT_ONCE: tl.constexpr = TRAITS.AT_ONCE
+    LISTS: tl.constexpr = TRAITS.LISTS
+    ROOM: tl.constexpr = BLOCK // 2 + STRIDE
     index = tl.arange(0, BLOCK // 2)
     exists = index < total
     packed = tl.load(find_candidate(index, lists, starts, ROOM, LISTS), mask=exists, other=0)
@@ -370,18 +366,14 @@ def _store_gathered(
     floor, num_equal = search(ranks, k, below(floor), total)
     taken = k * 0
     if BLOCK // 2 == AT_ONCE:
-        taken, num_equal = _store_best(
-            ranks, column, floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT
-        )
+        taken, num_equal = _store_best(ranks, column, floor, num_equal, taken, best, TRAITS)
     else:
         for start in range(0, total, AT_ONCE):
             some = start + tl.arange(0, AT_ONCE)
             at = find_candidate(some, lists, starts, ROOM, LISTS)
             found = split_candidates(tl.load(at, mask=some < total, other=0), some < total)
-            taken, num_equal = _store_best(
-                *found, floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT
-            )
-    _fill(best, taken, k, STEP)
+            taken, num_equal = _store_best(*found, floor, num_equal, taken, best, TRAITS)
+    _fill(best, taken, k, TRAITS.STEP)
 
 
 @triton.jit
@@ -406,43 +398,34 @@ def _keep_best(buffer, num_held, k, floor, SIZE: tl.constexpr, STEP: tl.constexp
 
 
 @triton.jit
-def _store_candidates(
-    buffer, num_held, k, floor, best, entries, stride_entry, PAGE: tl.constexpr,
-    IS_FLAT: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+def _store_candidates(buffer, num_held, k, floor, best, TRAITS: tl.constexpr):
     """Store the columns of the k best candidates, and −1 after them; as rare as `_keep_best`."""
-    STEP_AGAIN: tl.constexpr = STEP // 2
+    STEP_AGAIN: tl.constexpr = TRAITS.STEP // 2
     floor, num_equal = search_again(None, buffer, k * 0, num_held, k, below(floor), STEP_AGAIN)
     taken = k * 0
     for start in range(0, num_held, STEP_AGAIN):
         some = start + tl.arange(0, STEP_AGAIN)
-        taken, num_equal = _store_best(
-            load_ranks(buffer + some, some < num_held),
-            tl.load(buffer + SIZE + some, mask=some < num_held, other=0),
-            floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT,
-        )  # fmt: skip
-    _fill(best, taken, k, STEP)
+        ranks = load_ranks(buffer + some, some < num_held)
+        column = tl.load(buffer + TRAITS.BLOCK + some, mask=some < num_held, other=0)
+        taken, num_equal = _store_best(ranks, column, floor, num_equal, taken, best, TRAITS)
+    _fill(best, taken, k, TRAITS.STEP)
 
 
 @triton.jit
-def _store_best(
-    ranks, column, floor, num_equal, taken, best, entries, stride_entry, PAGE: tl.constexpr,
-    IS_FLAT: tl.constexpr,
-):  # fmt: skip
-    """Store the selected columns of a block after `taken` others; returns (taken, num_equal).
-
-    entries  of the page table, to store physical rows instead; or None
-    """
+def _store_best(ranks, column, floor, num_equal, taken, best, TRAITS: tl.constexpr):
+    """Store the selected columns of a block after `taken` others; returns (taken, num_equal)."""
+    PAGE: tl.constexpr = TRAITS.PAGE
+    IS_FLAT: tl.constexpr = TRAITS.IS_FLAT
     places, taken, num_equal = take_best(ranks, floor, num_equal, taken)
     columns = split_quads(column)
     for i in tl.static_range(4):
         found = columns[i]
-        if entries is not None:
+        if PAGE > 0:
             entry = found if IS_FLAT else found // PAGE
-            at = entries + entry.to(tl.int64) * stride_entry
+            at = best.entries + entry.to(tl.int64) * best.stride_entry
             named = tl.load(at, mask=places[i][0], other=0)
             found = (named if IS_FLAT else named * PAGE + found % PAGE).to(tl.int32)
-        tl.store(best + places[i][1], found, mask=places[i][0])
+        tl.store(best.columns + places[i][1], found, mask=places[i][0])
     return taken, num_equal
 
 
@@ -450,7 +433,7 @@ def _store_best(
 def _fill(best, taken, k, STEP: tl.constexpr):
     for start in range(taken, k, STEP):
         index = start + tl.arange(0, STEP)
-        tl.store(best + index, -1, mask=index < k)
+        tl.store(best.columns + index, -1, mask=index < k)
 
 
 @triton.jit

@@ -526,9 +526,10 @@ def load_latent_query(rows, rope_rows, is_row, ROW: tl.constexpr):
                 rows, is_row, piece * ROW.WIDTH, ROW.WIDTH, ROW.Q_COLUMNS, ROW.DTYPE, ROW.HAS_FP8
             )
         else:
+            FIRST: tl.constexpr = piece * ROW.WIDTH - ROW.Q_COLUMNS
+            ROPE: tl.constexpr = ROW.D_C - ROW.Q_COLUMNS
             columns = load_query(
-                rope_rows, is_row, piece * ROW.WIDTH - ROW.Q_COLUMNS, ROW.WIDTH,
-                ROW.D_C - ROW.Q_COLUMNS, ROW.ROPE_DTYPE, ROW.HAS_FP8,
-            )  # fmt: skip
+                rope_rows, is_row, FIRST, ROW.WIDTH, ROPE, ROW.ROPE_DTYPE, ROW.HAS_FP8
+            )
         q += (columns,)
     return q

@@ -309,9 +309,7 @@ def _spread(of_list):
 
 
 @triton.jit
-def gather(
-    source, first, last, origin, floor, lists, ROOM: tl.constexpr, LISTS: tl.constexpr
-):  # fmt: skip
+def gather(source, first, last, origin, floor, lists, ROOM: tl.constexpr, LISTS: tl.constexpr):
     """Store candidates for the logits of [first, last) above `floor` into LISTS lists, each of a
     run of columns, in their order. Returns how many each list has, int32 [LISTS]; those after
     ROOM - STRIDE are lost.

@@ -44,7 +44,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import product
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -490,18 +491,13 @@ class Layer(StagedWorkload):
         products = {GEMM + each.name: each.call(generator) for each in self.gemms}
 
         def in_a_row() -> None:
-            for product in products.values():
-                product()
+            for call in products.values():
+                call()
 
         calls = {**layer_stages(inputs), **products, GEMMS_IN_A_ROW: in_a_row}
-        return BenchmarkCase(
-            inputs.run,
-            [
-                *(Baseline(name, call, sets_target=False) for name, call in calls.items()),
-                gpu.read_baseline(self.bytes),
-            ],
-            check=lambda: check_layer(inputs, self.batch),
-        )
+        baselines = [Baseline(name, each, sets_target=False) for name, each in calls.items()]
+        baselines.append(gpu.read_baseline(self.bytes))
+        return BenchmarkCase(inputs.run, baselines, check=lambda: check_layer(inputs, self.batch))
 
     def inputs(self, generator: torch.Generator) -> LayerInputs:
         layer = self.layer(generator)
@@ -552,12 +548,7 @@ def layer_weights(generator: torch.Generator, heads: int, positions: int) -> Lay
     )
 
 
-LAYERS: tuple[tuple[Model, WeightKind], ...] = (
-    ("v3", "bf16"),
-    ("v3", "fp8"),
-    ("v3.2", "bf16"),
-    ("v3.2", "fp8"),
-)
+LAYERS: tuple[tuple[Model, WeightKind], ...] = tuple(product(get_args(Model), get_args(WeightKind)))
 LAYER_BATCHES, LAYER_CONTEXTS = (1, 16, 128), (4 << 10, 64 << 10)
 SPARSE_BATCHES, SPARSE_CONTEXTS = (1, 8, 64, 128), (8 << 10, 32 << 10, 128 << 10)
 _LAYER_POOL = StepPool(SharedPool(max(LAYER_BATCHES) * max(LAYER_CONTEXTS) // 64))

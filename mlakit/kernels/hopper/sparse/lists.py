@@ -255,12 +255,6 @@ def valid_slots(work, blocks, block, ids):
 
 
 @gluon.jit
-def load_slots(work, blocks, block, LAYOUT: gl.constexpr):
-    """`valid_slots` at once, where a producer need not load ids ahead."""
-    return valid_slots(work, blocks, block, load_ids(work, blocks, block, LAYOUT))
-
-
-@gluon.jit
 def split_slots(rows, slot):
     """Return int64 (page, row in the page) of valid slots; page 0, row 0 of invalid ones."""
     slot = gl.maximum(slot, 0)
