@@ -123,6 +123,12 @@ def why_unproved(spec: KernelSpec, problem: Problem) -> str | None:
     return None
 
 
+def why_no_proof(backend: str, arch: int) -> str | None:
+    """Return why nothing of a backend is proved on this machine; None if something may be."""
+    proof = _read(backend, arch)
+    return proof if isinstance(proof, str) else None
+
+
 @lru_cache(maxsize=16)
 def _read(backend: str, arch: int) -> Proof | str:
     """Return the proof of this machine, or why there is none."""

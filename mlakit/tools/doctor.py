@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from mlakit import launch_cache
-from mlakit.dispatch import knobs, selection
+from mlakit.dispatch import knobs, proofs, selection
 from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import arch_of
 from mlakit.tools import check
 from mlakit.tools.bench import environment, gpu, peers
 from mlakit.tools.workloads import Case, DecodeCase, IndexerLogitsCase, PrefillCase, SparseCase
@@ -43,6 +44,7 @@ class BackendHealth:
     why_not: str | None  # why no call was made, or none is supported
     ops: tuple[check.CaseResult, ...] = ()
     random: check.Outcome | None = None  # random calls, if those of `ops` are correct
+    offer: str = ""  # what `auto` needs to take it
 
     @property
     def num_correct(self) -> int:
@@ -64,6 +66,7 @@ class BackendHealth:
             "why_not": self.why_not,
             "ops": [each.as_json() for each in self.ops],
             "random": None if self.random is None else self.random.as_json(),
+            "offer": self.offer,
         }
 
 
@@ -146,7 +149,18 @@ def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
             tuple(named), seed=0, device=device, backend=backend, minutes=seconds / 60
         )
         random = check.run(settings)
-    return BackendHealth(backend, device, None, ops, random)
+    return BackendHealth(backend, device, None, ops, random, _offer(backend))
+
+
+def _offer(backend: Backend) -> str:
+    """Return what `auto` needs to take a backend's kernels; "" if nothing."""
+    if not any(spec.backend == backend and spec.variant is not None for spec in selection.SPECS):
+        return ""
+    arch = arch_of(torch.device("cuda", torch.cuda.current_device()))
+    why = proofs.why_no_proof(backend, arch)
+    return (
+        "" if why is None else f"auto leaves it out ({why}): run mlakit check --backend {backend}"
+    )
 
 
 def report(diagnosis: Diagnosis) -> RenderableType:
@@ -199,9 +213,9 @@ def _backend_line(health: BackendHealth) -> str:
     correct = sum(each.unsupported is None for each in health.ops)
     seconds = sum(each.seconds for each in health.ops)
     line = f"works: {correct} of {len(health.ops)} ops correct in {seconds:.1f} s"
-    if health.random is None:
-        return line
-    return f"{line}, then {health.random.num_correct} random calls"
+    if health.random is not None:
+        line += f", then {health.random.num_correct} random calls"
+    return f"{line}; {health.offer}" if health.offer else line
 
 
 def _peer_table(diagnosis: Diagnosis) -> Table:

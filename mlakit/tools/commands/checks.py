@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from mlakit.dispatch.names import BACKENDS, OPS, one_of
-from mlakit.tools.options import Command, completion, refuse, refuse_all_but, usage_errors
+from mlakit.tools.options import Command, completion, refuse, refuse_all_but, typed, usage_errors
+
+if TYPE_CHECKING:
+    from mlakit.dispatch.names import Backend
 
 app = typer.Typer()
+PROOF_OPTIONS = {"backend", "quick", "jobs", "as_json"}  # others make it a random check
 
 
 @app.command(
@@ -45,7 +49,8 @@ def doctor(
     cls=Command,
     epilog="Examples: [bold]mlakit check --minutes 10[/bold], "
     "mlakit check --op mla_decode --seed 7 --count 1, "
-    "[bold]mlakit check --launches 10000 --backend hopper[/bold]",
+    "[bold]mlakit check --launches 10000 --backend hopper[/bold], "
+    "mlakit check --backend blackwell --quick",
 )
 def check(
     context: typer.Context,
@@ -89,8 +94,14 @@ def check(
         "--any-widths",
         help="Random widths and page sizes; a GPU then compiles a kernel for most cases.",
     ),
-    jobs: int = typer.Option(
-        1, min=1, help="Processes: each compiles kernels on a core of its own."
+    jobs: int | None = typer.Option(
+        None, min=1, help="Processes: each compiles kernels on a core of its own. Default: 1."
+    ),
+    quick: bool = typer.Option(
+        False,
+        "--quick",
+        help="With --backend blackwell and no other option: one configuration of each kernel, "
+        "which lets auto take only those.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
@@ -98,13 +109,20 @@ def check(
 
     Stops at the first wrong result and prints the command that repeats it. The exit status is 1 if
     a result is wrong or nothing could be checked.
+
+    --backend blackwell alone checks every configuration of Blackwell's kernels instead, with as
+    many processes as there are cores, and records on this machine which of them auto may take.
     """
     from secrets import randbelow
 
     from rich.console import Console
 
-    from mlakit.tools import check
+    from mlakit.tools import check, prove
 
+    if prove.needs_proof(backend) and not set(typed(context)) - PROOF_OPTIONS:
+        _prove(cast("Backend", backend), is_quick=quick, jobs=jobs, as_json=as_json)
+        return
+    refuse(context, ["quick"], "{} needs --backend blackwell, and only --jobs and --json beside it")
     if minutes is None and count is None and launches is None:
         minutes = check.DEFAULT_MINUTES
     settings = check.Settings(
@@ -119,7 +137,7 @@ def check(
         first=first,
         calls=calls,
         kernel=kernel,
-        jobs=jobs,
+        jobs=jobs or 1,
     )
     with usage_errors():
         settings = check.with_kernel(settings)
@@ -132,6 +150,17 @@ def check(
     else:
         Console().print(check.table(outcome))
         typer.echo(check.summary(outcome))
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+def _prove(backend: Backend, *, is_quick: bool, jobs: int | None, as_json: bool) -> None:
+    """Check what `auto` takes only with a proof, and record it."""
+    from mlakit.tools import prove
+
+    with usage_errors():
+        outcome = prove.run_with_progress(backend, is_quick=is_quick, jobs=jobs)
+    typer.echo(json.dumps(outcome.as_json(), indent=2) if as_json else prove.summary(outcome))
     if not outcome.passed:
         raise typer.Exit(1)
 

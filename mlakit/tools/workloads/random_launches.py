@@ -88,27 +88,36 @@ def random_launch(
 
 
 class _Selected(Exception):
-    """Carries the name of the selected kernel out of a call before its launch."""
+    """Carries the selected kernel out of a call before its launch."""
+
+    def __init__(self, spec: KernelSpec, problem: Problem) -> None:
+        self.spec, self.problem = spec, problem
 
 
 def kernel_of(launch: Case, device: str, backend: str) -> str:
     """The name of the kernel to which dispatch gives a launch, which does not run; "" if none."""
+    selected = selection_of(launch, device, backend)
+    return "" if selected is None else selected[0].kernel
+
+
+def selection_of(launch: Case, device: str, backend: str) -> tuple[KernelSpec, Problem] | None:
+    """Return the kernel of a launch, which does not run, and its problem; None if there is none."""
     real = selection.select
 
     def select(op: str, problem: Problem, asked: str = "auto") -> KernelSpec:
         spec = real(op, problem, asked)
         if op == launch.op:
-            raise _Selected(spec.kernel)
+            raise _Selected(spec, problem)
         return spec
 
     try:
         with patch.object(selection, "select", select), knobs.override(launch_cache=False):
             launch.trial(device).call(cast("Backend", backend))
     except _Selected as selected:
-        return str(selected)
+        return selected.spec, selected.problem
     except UnsupportedError:
         pass
-    return ""
+    return None
 
 
 def _common(draw: Draw) -> dict[str, Any]:

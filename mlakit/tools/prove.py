@@ -1,0 +1,235 @@
+"""`mlakit check --backend blackwell`: proves kernels that `auto` takes only after a check passed.
+
+Every configuration of `compile.configurations` runs on this machine's GPU, as it is compiled and
+with more work, and is compared with the oracle on poisoned inputs. Each has a process of its own: a
+kernel that ends in an illegal instruction, or never, takes no other one with it. The outcome is
+recorded (`dispatch.proofs`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mlakit.dispatch import proofs, selection
+from mlakit.dispatch.names import Backend
+from mlakit.dispatch.proofs import Facts, Proof
+from mlakit.dispatch.specs import arch_of
+from mlakit.tools import check
+from mlakit.tools.columns import counted
+from mlakit.tools.compile.configurations import SPECIALISED
+from mlakit.tools.workloads import Case
+from mlakit.tools.workloads.case import BatchedCase
+from mlakit.tools.workloads.random_launches import selection_of
+
+Body = Callable[[Backend, str], None]
+SEEDS = (0, 1, 2)
+LIMIT_S = 600.0  # of a configuration, most of it compilation
+# work for all SMs, by op: its oracle runs on the GPU
+MORE_WORK: dict[str, dict[str, Any]] = {
+    "sparse_mla": {"num_tokens": 300, "topk": 1500, "num_pages": 64, "oracle": "batched"}
+}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A configuration that has run."""
+
+    name: str
+    proof: str  # what a problem asks for: "kernel: variant"
+    seconds: float
+    error: str = ""  # what is wrong
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was checked, and the file that says so."""
+
+    backend: Backend
+    checked: tuple[Checked, ...]
+    path: Path
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return not any(each.error for each in self.checked)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "backend": self.backend,
+            "passed": self.passed,
+            "record": str(self.path),
+            "seconds": round(self.seconds, 3),
+            "checked": [each.as_json() for each in self.checked],
+        }
+
+
+def needs_proof(backend: str) -> bool:
+    """Return whether `auto` takes kernels of a backend only with a proof."""
+    return any(spec.backend == backend and spec.variant is not None for spec in selection.SPECS)
+
+
+def this_gpu(backend: Backend) -> Facts:
+    """Return the facts that a record of this machine has. Raises ValueError without such a GPU."""
+    archs, _ = SPECIALISED[backend]
+    facts = None
+    if torch.cuda.is_available():
+        arch = arch_of(torch.device("cuda", torch.cuda.current_device()))
+        facts = proofs.facts_of(arch) if arch in archs else None
+    if facts is None:
+        names = " or ".join(f"sm_{arch}" for arch in archs)
+        raise ValueError(f"backend {backend} needs a GPU of {names}, and this machine has none")
+    return facts
+
+
+def names_of_proofs(backend: Backend, device: str = "cuda") -> dict[str, str]:
+    """Return the configurations of a backend, each with what it proves.
+
+    Raises ValueError where the backend refuses one, with the reason.
+    """
+    names = {}
+    for name, case in SPECIALISED[backend][1].items():
+        selected = selection_of(case, device, backend)
+        if selected is None:
+            refused = check.run_case(case, device, backend)
+            raise ValueError(f"backend {backend} cannot be checked here: {refused.unsupported}")
+        names[name] = proofs.configuration(*selected)
+    return names
+
+
+def quick(names: dict[str, str]) -> dict[str, str]:
+    """Return the first configuration of each kernel."""
+    first: dict[str, str] = {}
+    for name, proof in names.items():
+        first.setdefault(proof.partition(":")[0], name)
+    return {name: names[name] for name in first.values()}
+
+
+def cases_of(case: Case) -> Iterator[Case]:
+    """Yield a configuration with little work, and with more."""
+    for seed in SEEDS:
+        yield replace(case, seed=seed)
+        if isinstance(case, BatchedCase) and case.op in MORE_WORK:
+            yield replace(case, seed=seed, calls=3, **MORE_WORK[case.op])
+
+
+def run_configuration(backend: Backend, name: str) -> None:
+    """Run the cases of a configuration; AssertionError says what is wrong."""
+    for case in cases_of(SPECIALISED[backend][1][name]):
+        case.run("cuda", backend)
+
+
+def _run_and_tell(sender: Connection, body: Body, backend: Backend, name: str) -> None:
+    error = ""
+    try:
+        body(backend, name)
+    except Exception as wrong:  # noqa: BLE001  # whatever is wrong is the result
+        error = str(wrong) or type(wrong).__name__
+    sender.send(error)
+
+
+def check_configuration(
+    backend: Backend,
+    name: str,
+    proof: str,
+    *,
+    body: Body = run_configuration,
+    limit_s: float = LIMIT_S,
+) -> Checked:
+    """Run a configuration in a process of its own."""
+    start, spawn = perf_counter(), get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_run_and_tell, args=(sender, body, backend, name))
+    process.start()
+    sender.close()  # the other end is that of the process alone
+    error = f"it has not ended after {limit_s:g} s"
+    if receiver.poll(limit_s):
+        try:
+            error = receiver.recv()
+        except EOFError:
+            error = "its process has died"
+    process.kill()
+    process.join()
+    return Checked(name, proof, perf_counter() - start, error)
+
+
+def run(
+    backend: Backend,
+    *,
+    is_quick: bool,
+    jobs: int,
+    after_each: Callable[[Checked], None] = lambda checked: None,
+) -> Outcome:
+    """Check the configurations of a backend in `jobs` processes, and write the record.
+
+    Raises ValueError, naming the backend, where this machine cannot run them.
+    """
+    facts, start = this_gpu(backend), perf_counter()
+    names = names_of_proofs(backend)
+    if is_quick:
+        names = quick(names)
+    checked: dict[str, Checked] = {}
+    with ThreadPoolExecutor(jobs) as threads:
+        futures = [threads.submit(check_configuration, backend, *each) for each in names.items()]
+        for future in as_completed(futures):
+            done = future.result()
+            checked[done.name] = done
+            after_each(done)
+    in_order = tuple(checked[name] for name in names)
+    path = proofs.write(backend, proof_of(facts, in_order))
+    return Outcome(backend, in_order, path, perf_counter() - start)
+
+
+def proof_of(facts: Facts, checked: Sequence[Checked]) -> Proof:
+    """Return the record: what is proved has passed in each configuration that proves it."""
+    failed = {each.proof for each in checked if each.error}
+    passed = {each.proof for each in checked} - failed
+    return Proof(facts, tuple(sorted(passed)), tuple(sorted(failed)))
+
+
+def run_with_progress(backend: Backend, *, is_quick: bool, jobs: int | None) -> Outcome:
+    """`run` with a progress bar on stderr. jobs  None: a process for each core"""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    total = 1 if is_quick else len(SPECIALISED[backend][1])
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling and checking", total=total)
+        return run(
+            backend,
+            is_quick=is_quick,
+            jobs=jobs or os.cpu_count() or 1,
+            after_each=lambda checked: progress.update(task, advance=1, description=checked.name),
+        )
+
+
+def summary(outcome: Outcome) -> str:
+    """The output: what is wrong, and what `auto` takes now."""
+    wrong = [each for each in outcome.checked if each.error]
+    lines = [f"{each.name} is wrong ({each.proof}):\n{each.error}" for each in wrong]
+    failed = {each.proof for each in wrong}
+    taken = sorted({each.proof for each in outcome.checked} - failed)
+    if taken:
+        lines.append(f"auto takes on this machine: {'; '.join(taken)}")
+    if failed:
+        lines.append(f"auto leaves out: {'; '.join(sorted(failed))}")
+    count = counted(len(outcome.checked), "configuration")
+    lines.append(f"{count} in {outcome.seconds:.0f} s; record: {outcome.path}")
+    return "\n".join(lines)
