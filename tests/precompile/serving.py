@@ -260,7 +260,7 @@ class SglangEngine(Engine):
             longest = self.draw.choice([self.length(), self.longest])
             return sglang.decode_step(*pages, longest)
         if kind == "verify" and not self.g.has_indexer:
-            return sglang.verify_step(*pages, self.longest, self.draw.choice([2, 3, 4]))
+            return sglang.window_step(*pages, self.longest, self.draw.choice([2, 3, 4]))
         counts = [self.prompt() if self.draw.random() < 0.2 else 1 for _ in range(batch)]
         while sum(counts) > 8192:
             counts = [1] * batch

@@ -9,4 +9,5 @@ pip installs an entry point of the group `sglang.srt.plugins`; SGLang calls it i
     calls.py    SGLang's tensors into mlakit's ops, without an import of SGLang
     backend.py  models whose every token attends to all tokens before it
     sparse.py   models with a lightning indexer, and the selection of that indexer
+    drafts.py   the decode of draft models
 """

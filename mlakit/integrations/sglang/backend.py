@@ -30,9 +30,11 @@ class DenseBackend(AttentionBackend):
 
     forward_metadata: calls.Step | None
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, draft_step: int | None = None) -> None:
+        """draft_step: of a draft model's decode; the lengths of a batch are those before step 0."""
         super().__init__()
         config = runner.model_config
+        self.draft_step = draft_step
         self._require_support(runner)
         self.row = RowShape(config.kv_lora_rank, config.qk_rope_head_dim)
         self.nope_width: int = config.qk_nope_head_dim
@@ -46,6 +48,7 @@ class DenseBackend(AttentionBackend):
         self._pools: dict[int, steps.Pools] = {}  # by layer; a layer in it has been checked
         seams.take_separate_rope(plugin.NAME)
         seams.choose_forward_method(plugin.NAME, self._index_topk(config))
+        seams.add_draft_backends(plugin.NAME, plugin.create_draft_steps, plugin.create_backend)
         compile_kernels("sglang", self.device, lambda: self._deployment(config))
 
     def _require_support(self, runner: Any) -> None:
@@ -85,7 +88,7 @@ class DenseBackend(AttentionBackend):
         self.forward_metadata = self._step(forward_batch, longest)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Decode and verification need nothing outside of their graph."""
+        """Decode, verification and what follows it need nothing outside of their graph."""
         if _is_decode(forward_batch.forward_mode):
             return
         if in_capture:
@@ -114,20 +117,23 @@ class DenseBackend(AttentionBackend):
     def _step(self, forward_batch: Any, longest: int) -> calls.Step:
         """longest: at least every entry of seq_lens."""
         mode, lens = forward_batch.forward_mode, forward_batch.seq_lens
-        pages = self.req_to_token, forward_batch.req_pool_indices, lens
+        of = self.req_to_token, forward_batch.req_pool_indices
         if mode.is_decode_or_idle():
-            return calls.decode_step(*pages, self.page_size, longest)
+            new = 0 if self.draft_step is None else self.draft_step + 1
+            return calls.decode_step(*of, lens + new, self.page_size, self._bound(longest + new))
         if mode.is_target_verify():
-            longest = min(longest + self.num_draft_tokens, self._longest)
-            return calls.verify_step(*pages, self.page_size, longest, self.num_draft_tokens)
+            new = self.num_draft_tokens
+            longest = self._bound(longest + new)
+            return calls.window_step(*of, lens + new, self.page_size, longest, new)
         if mode.is_draft_extend_v2():
-            raise UnsupportedError(
-                f"{plugin.NAME}: a draft model needs a backend of its own: "
-                "--speculative-draft-attention-backend fa3"
-            )
+            width = forward_batch.input_ids.shape[0] // max(len(lens), 1)
+            return calls.window_step(*of, lens, self.page_size, longest, width)
         extend_lens = forward_batch.extend_seq_lens
         tokens = sum(forward_batch.extend_seq_lens_cpu)
-        return calls.extend_step(*pages, extend_lens, self.page_size, longest, tokens)
+        return calls.extend_step(*of, lens, extend_lens, self.page_size, longest, tokens)
+
+    def _bound(self, length: int) -> int:
+        return min(length, self._longest)
 
     # attention of a layer
 
@@ -256,7 +262,8 @@ class DenseBackend(AttentionBackend):
 
 
 def _is_decode(mode: Any) -> bool:
-    return bool(mode.is_decode_or_idle() or mode.is_target_verify())
+    """Return whether a step is made inside of its CUDA graph."""
+    return bool(mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2())
 
 
 def require(holds: bool, name: str, must: str, got: Any) -> None:

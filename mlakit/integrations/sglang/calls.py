@@ -67,20 +67,21 @@ def decode_step(
     return Step(DecodeBatch(table, seq_lens.to(torch.int32)), page_size, max_kv_len, len(requests))
 
 
-def verify_step(
+def window_step(
     req_to_token: Tensor,
     requests: Tensor,
     seq_lens: Tensor,
     page_size: int,
     max_kv_len: int,
-    drafts: int,
+    width: int,
 ) -> Step:
-    """A chain of `drafts` tokens per request, which seq_lens do not count yet."""
+    """The newest `width` tokens of each request; of those that fill up a graph there may be fewer,
+    whose queries then see nothing."""
     table = page_table(req_to_token, requests, page_size, max_kv_len)
     count = len(requests)
-    q_starts = torch.arange(count + 1, dtype=torch.int32, device=seq_lens.device) * drafts
-    batch = DecodeBatch(table, (seq_lens + drafts).to(torch.int32), q_starts)
-    return Step(batch, page_size, max_kv_len, count * drafts)
+    q_starts = torch.arange(count + 1, dtype=torch.int32, device=seq_lens.device) * width
+    batch = DecodeBatch(table, seq_lens.to(torch.int32), q_starts)
+    return Step(batch, page_size, max_kv_len, count * width)
 
 
 def extend_step(

@@ -29,12 +29,22 @@ def register() -> None:
         seams.register_attention_backend(NAME)(create_backend)
 
 
-def create_backend(runner: Any) -> Any:
-    """The backend for the model of a ModelRunner: sparse where the model has an indexer."""
+def create_backend(runner: Any, draft_step: int | None = None) -> Any:
+    """The backend for the model of a ModelRunner: sparse where the model has an indexer.
+
+    draft_step  of the decode of a draft model
+    """
     from mlakit.integrations.sglang.backend import DenseBackend
 
     if not seams.is_deepseek_dsa(runner.model_config.hf_config):
-        return DenseBackend(runner)
+        return DenseBackend(runner, draft_step)
     from mlakit.integrations.sglang.sparse import SparseBackend
 
-    return SparseBackend(runner)
+    return SparseBackend(runner, draft_step)
+
+
+def create_draft_steps(runner: Any, steps: int) -> Any:
+    """The backends of a draft model's decode."""
+    from mlakit.integrations.sglang.drafts import DraftSteps
+
+    return DraftSteps(create_backend, runner, steps)

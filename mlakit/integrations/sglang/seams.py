@@ -35,6 +35,15 @@ SEAMS = {
     "AttnForwardMethod": Seam(f"{_DEEPSEEK}.attention_forward_methods.forward_methods"),
     "BaseIndexerMetadata": Seam(f"{_ATTENTION}.dsa.dsa_indexer_metadata"),
     "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": _CHOICES,
+    "DraftBackendFactory": Seam(
+        "sglang.srt.speculative.draft_utils",
+        {
+            "_create_backend": ("backend_name", "backend_map", "error_template"),
+            "create_decode_backend": (),
+            "create_draft_extend_backend": (),
+        },
+        attributes=("draft_model_runner", "speculative_num_steps"),
+    ),
     "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": Seam(f"{_DEEPSEEK}.utils"),
     "Indexer": Seam(
         f"{_ATTENTION}.dsa.dsa_indexer",
@@ -56,6 +65,12 @@ SEAMS = {
     "get_parallel": Seam("sglang.srt.runtime_context"),
     "get_spec": Seam("sglang.srt.runtime_context"),
     "get_token_to_kv_pool": Seam("sglang.srt.model_executor.forward_context"),
+    "named_draft_backends": Seam(
+        "sglang.srt.speculative.draft_utils",
+        {"_create_backend": ("stamps_children",)},
+        names="DraftBackendFactory",
+        since=(0, 5, 18),
+    ),
     "is_deepseek_dsa": Seam("sglang.srt.configs.model_config"),
     "is_dsa_enable_prefill_cp": Seam(f"{_ATTENTION}.dsa.utils"),
     "register_attention_backend": Seam(f"{_ATTENTION}.attention_registry"),
@@ -149,6 +164,35 @@ def replace_selection(select: Callable[..., Any], is_ours: Callable[[Any], bool]
 
     paged.is_mlakit = True  # type: ignore[attr-defined]
     indexer._get_topk_paged, indexer._get_topk_ragged = paged, ragged
+
+
+def add_draft_backends(
+    name: str, decode: Callable[[Any, int], Any], extend: Callable[[Any], Any]
+) -> None:
+    """Let a backend serve draft models, too. A second call changes nothing.
+
+    decode  (runner of the draft model, steps) makes the backends of all steps but the last
+    extend  (runner) makes the one that takes in what was verified
+    """
+    factory = _find("DraftBackendFactory")
+    own = factory._create_backend
+    if getattr(own, "is_mlakit", False):
+        return
+
+    def create(
+        self: Any, backend_name: str, backend_map: dict[str, Any], *others: Any, **named: Any
+    ) -> Any:
+        runner, steps = self.draft_model_runner, self.speculative_num_steps
+        is_decode = "_decode_" in next(iter(backend_map.values())).__name__
+
+        def ours() -> Any:
+            made = decode(runner, steps) if is_decode else extend(runner)
+            return (name, made) if RELEASES.has("named_draft_backends") else made
+
+        return own(self, backend_name, {**backend_map, name: ours}, *others, **named)
+
+    create.is_mlakit = True  # type: ignore[attr-defined]
+    factory._create_backend = create
 
 
 def index_keys(indexer: Any, layer_id: int) -> Any:

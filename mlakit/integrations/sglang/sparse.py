@@ -22,8 +22,8 @@ INDEX_PAGE = 64
 class SparseBackend(DenseBackend):
     """All layers of a model."""
 
-    def __init__(self, runner: Any) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: Any, draft_step: int | None = None) -> None:
+        super().__init__(runner, draft_step)
         seams.replace_selection(select, lambda metadata: isinstance(metadata, IndexerMetadata))
 
     def _require_support(self, runner: Any) -> None:

@@ -1,7 +1,7 @@
 """The names that seams.py takes from SGLang, as modules with the same paths and conventions.
 
-Written from SGLang 0.5.23. `test_backend.py` and `test_sparse.py` drive the backends
-with it, and `test_installed.py` compares it with SGLang where that is installed.
+Written from SGLang 0.5.23. `test_backend.py`, `test_sparse.py` and `test_drafts.py`
+drive the backends with it, and `test_installed.py` compares it with SGLang where that is installed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,37 @@ class ForwardMode(Enum):
 
     def is_idle(self) -> bool:
         return self is ForwardMode.IDLE
+
+
+class DraftBackendFactory:
+    """Its own backends are markers."""
+
+    def __init__(self, draft_model_runner, topk, speculative_num_steps, backend="mlakit"):
+        self.draft_model_runner = draft_model_runner
+        self.topk, self.speculative_num_steps = topk, speculative_num_steps
+        self.draft_attn_backend = backend
+
+    def _create_backend(self, backend_name, backend_map, error_template):
+        if self.draft_attn_backend not in backend_map:
+            raise ValueError(error_template.format(backend_type=self.draft_attn_backend))
+        self.name, backend = backend_map[self.draft_attn_backend]()
+        return backend
+
+    def _create_fa3_decode_backend(self):
+        return "fa3", "decode"
+
+    def _create_fa3_prefill_backend(self):
+        return "fa3", "prefill"
+
+    def create_decode_backend(self):
+        if self.speculative_num_steps <= 1:
+            return None
+        own = {"fa3": self._create_fa3_decode_backend}
+        return self._create_backend("decode_attention_backend", own, "no {backend_type}")
+
+    def create_draft_extend_backend(self):
+        own = {"fa3": self._create_fa3_prefill_backend}
+        return self._create_backend("prefill_attention_backend", own, "no {backend_type}")
 
 
 class AttnForwardMethod(Enum):
@@ -155,6 +186,7 @@ def install(monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None) -
         "AttnForwardMethod": AttnForwardMethod,
         "BaseIndexerMetadata": type("BaseIndexerMetadata", (), {}),
         "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": chunked,
+        "DraftBackendFactory": type("DraftBackendFactory", (DraftBackendFactory,), {}),
         "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ["fa3"],
         "Indexer": type("Indexer", (Indexer,), {}),
         "KVWriteLoc": KVWriteLoc,
@@ -165,6 +197,7 @@ def install(monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None) -
         "get_parallel": lambda: settings,
         "get_spec": lambda: settings,
         "get_token_to_kv_pool": lambda: pool.current,
+        "named_draft_backends": None,
         "is_deepseek_dsa": lambda config: hasattr(config, "index_topk"),
         "is_dsa_enable_prefill_cp": lambda: settings.prefill_cp,
         "register_attention_backend": register_attention_backend,

@@ -223,12 +223,6 @@ def test_full_graphs_of_prefill_are_refused(monkeypatch):
     assert engine.backend.forward_metadata.num_tokens == 4
 
 
-def test_draft_models_need_a_backend_of_their_own(monkeypatch):
-    engine = Engine(monkeypatch, LENGTHS, CPU)
-    with pytest.raises(UnsupportedError, match="--speculative-draft-attention-backend fa3"):
-        engine.backend.init_forward_metadata(engine.batch(ForwardMode.DRAFT_EXTEND_V2))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

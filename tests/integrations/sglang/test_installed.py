@@ -29,7 +29,8 @@ def _own_classes() -> None:
 
 @pytest.mark.parametrize("name", sorted(seams.SEAMS))
 def test_every_name_is_where_it_was(name):
-    assert getattr(seams, name) is not None
+    if seams.RELEASES.has(name):
+        assert getattr(seams, name) is not None
 
 
 def test_the_plugin_registers_once_in_the_real_registries():
@@ -89,6 +90,28 @@ def test_the_replaced_selection_has_the_signature_of_the_indexers(name, monkeypa
     getattr(indexer, name)(object(), **given)
     assert len(calls) == 1
     assert len(calls[0]) == 6
+
+
+def test_the_factory_of_draft_backends_asks_for_ours(monkeypatch):
+    factory = seams.DraftBackendFactory
+    monkeypatch.setattr(factory, "_create_backend", factory._create_backend)  # put back
+    decode, extend = mock.MagicMock(), mock.MagicMock()
+    seams.add_draft_backends("mlakit", decode, extend)
+    made = object.__new__(factory)
+    fields = {"draft_attn_backend": "mlakit", "speculative_num_steps": 3, "qsa_profile": None}
+    vars(made).update(fields, draft_model_runner="runner", server_args=mock.MagicMock())
+    for name in ("_assert_draft_needs_no_conv_sidecar", "attention_backends", "get_spec"):
+        answer = mock.MagicMock(return_value=mock.MagicMock())
+        if name == "attention_backends":
+            answer.return_value = ("mlakit", "mlakit")
+        monkeypatch.setattr(f"{factory.__module__}.{name}", answer, raising=False)
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    for name in ("attn_backend_wrapper_for_draft_extend", "attn_backend_wrapper_for_draft_decode"):
+        monkeypatch.setattr(registry, name, lambda runner, backend: backend, raising=False)
+    assert made.create_decode_backend() is decode.return_value
+    assert made.create_draft_extend_backend() is extend.return_value
+    decode.assert_called_once_with("runner", 3)
+    extend.assert_called_once_with("runner")
 
 
 @pytest.mark.parametrize(
