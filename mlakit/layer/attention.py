@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from mlakit.dispatch.knobs import Backend
 from mlakit.formats import Format
 from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import LightningIndexer
-from mlakit.layer.linear import Activations, Linear, RMSNorm
+from mlakit.layer.linear import Activations, Linear, RMSNorm, frozen, keep_dtype
 from mlakit.layer.prepared import PreparedWeights
 from mlakit.layer.rotary import RopeTable
 from mlakit.parallel import (
@@ -43,13 +43,22 @@ NAME = "MLAAttention"
 AnyPlan = StepPlan | DecodePlan | DecodePlanTensors | EvenSplit
 
 
+class Projected(NamedTuple):
+    """The projections of a step's hidden states."""
+
+    q: Tensor  # [tokens, heads, D_N + D_R], not rotated
+    kv: Tensor  # [tokens, D_C + D_R], raw latents
+    scored: IndexInputs | None
+    gate: Tensor | None  # [tokens, heads · D_V], before the sigmoid
+
+
 class MLAAttention(nn.Module):
     """The attention of one layer, for inference: projections, norms, cache, attention.
 
     Parameters are named as in the checkpoints of DeepSeek, Kimi and GLM: q_a_proj, q_a_layernorm,
     q_b_proj (or q_proj), kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj, and `indexer` for
-    DeepSeek Sparse Attention. `load_safetensors` reads them from a checkpoint's folder, `from_hf`
-    takes those of a module of transformers.
+    DeepSeek Sparse Attention. Hy4 has gate_proj and `sinks`, Kimi K3 g_proj. `load_safetensors`
+    reads them from a checkpoint's folder, `from_hf` takes those of a module of transformers.
 
     `tp_group` is the process group of a tensor-parallel layer, or None: each rank has some of the
     heads, and the layer's result is summed over the ranks. `cp_group` is the process group of a
@@ -99,6 +108,12 @@ class MLAAttention(nn.Module):
         up_width = g.num_heads * (g.qk_nope_head_dim + g.v_head_dim)
         self.kv_b_proj = Linear(g.kv_lora_rank, up_width, **weights)
         self.o_proj = Linear(g.num_heads * g.v_head_dim, g.hidden_size, bias=has_bias, **weights)
+        if self.config.gate is not None:
+            gate = Linear(g.hidden_size, g.num_heads * g.v_head_dim, **weights)
+            self.add_module(self.config.gate, gate)
+        self.sinks: nn.Parameter | None = None
+        if self.config.has_sinks:
+            self.sinks = frozen(torch.zeros(g.num_heads, dtype=torch.float32, device=device))
         self.indexer: LightningIndexer | None = None
         if self.config.selection == "own":
             self.indexer = LightningIndexer(self.config, max_positions=max_positions, **weights)
@@ -127,8 +142,8 @@ class MLAAttention(nn.Module):
 
         layer             number of the layer in the checkpoint
         tp_rank, tp_size  the heads of one tensor-parallel rank: rows of q_b_proj (q_proj) and
-                          kv_b_proj, columns of o_proj. The outputs of the ranks add up to the
-                          layer's; only rank 0 has the bias of o_proj
+                          kv_b_proj, columns of o_proj, their gates and sinks. The outputs of the
+                          ranks add up to the layer's; only rank 0 has the bias of o_proj
         tp_group          instead of them: rank and size are those of this process in the group, and
                           `forward` sums the outputs over it
         cp_group, cp_interleave   as in the constructor
@@ -167,7 +182,7 @@ class MLAAttention(nn.Module):
         """The layer of an attention module of transformers; it shares the module's parameters.
 
         Scale, ε and factors are the module's own. A module with parameters that this layer has no
-        use for (gates, sinks) is refused.
+        use for is refused.
         """
         from mlakit.layer.from_hf import layer_of
 
@@ -247,7 +262,7 @@ class MLAAttention(nn.Module):
             positions = token_positions(batch.kv_lens, batch.q_starts, len(x))[1]
         states = Activations(x, backend)
         is_dense = self.cp_group is None and self._is_dense(plan, rows)
-        q, kv, scored = self._project(
+        q, kv, scored, gate = self._project(
             states, positions, None if is_dense else index, at, backend=backend
         )
         split = plan if isinstance(plan, EvenSplit) else None
@@ -288,7 +303,10 @@ class MLAAttention(nn.Module):
                 rows=rows,
                 backend=backend,
             )
-        result: Tensor = self.o_proj(out.flatten(1), backend)
+        heads = out.flatten(1)
+        if gate is not None:
+            heads = heads.mul_(gate.sigmoid_())
+        result: Tensor = self.o_proj(heads, backend)
         return result if self.tp_group is None else sum_over_ranks(result, self.tp_group)
 
     def weights(self, device: torch.device) -> LayerWeights:
@@ -342,8 +360,8 @@ class MLAAttention(nn.Module):
         index_layer: int,
         *,
         backend: Backend,
-    ) -> tuple[Tensor, Tensor, IndexInputs | None]:
-        """Return (q [tokens, heads, D_N + D_R] not rotated, raw latents, the indexer's inputs).
+    ) -> Projected:
+        """The projections of x.
 
         index  the indexer's cache; None: its inputs are not needed
 
@@ -352,9 +370,11 @@ class MLAAttention(nn.Module):
         indexer = None if index is None else self.indexer
         side_streams = SideStreams(x.x.device, is_worthwhile=len(x.x) <= MAX_SIDE_TOKENS)
         x.prepare(self.kv_a_proj_with_mqa, *([] if indexer is None else [indexer.wk]))
-        scored = None
+        scored = gate = None
         with side_streams.stream(0):
             kv = self.kv_a_proj_with_mqa(x, backend)
+            if self.config.gate is not None:
+                gate = self.get_submodule(self.config.gate)(x, backend)
         if indexer is not None:
             assert positions is not None
             with side_streams.stream(1):
@@ -373,7 +393,7 @@ class MLAAttention(nn.Module):
                 scored = indexer.joined(of_states, of_queries, index, index_layer)
         q = self._queries(residual, positions, backend)
         side_streams.join()
-        return q, kv, scored
+        return Projected(q, kv, scored, gate)
 
     def _queries(self, x: Activations, positions: Tensor | None, backend: Backend) -> Tensor:
         """q [tokens, heads, D_N + D_R], not rotated, of hidden states or the query's latent."""
@@ -438,7 +458,12 @@ class MLAAttention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._prepared = PreparedWeights()  # releases the old memory
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        sinks = self.sinks
+
+        def applied(tensor: Tensor) -> Tensor:
+            return keep_dtype(fn, tensor) if tensor is sinks else fn(tensor)
+
+        return super()._apply(applied, recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -33,6 +33,8 @@ INDEX_FILE = "model.safetensors.index.json"
 ALWAYS_THERE = "kv_a_proj_with_mqa.weight"
 # angles that some old checkpoints store; they follow from the config
 UNUSED = ("rotary_emb.inv_freq",)
+# names of Hy4's release, and those that transformers gives them
+RELEASED = {"linear_gate": "gate_proj", "learnable_sink_param": "sinks"}
 
 Layer = TypeVar("Layer", bound=MLAAttention)
 
@@ -45,7 +47,8 @@ class TensorFiles:
         if not self.folder.is_dir():
             name = os.fspath(folder)
             raise FileNotFoundError(f"{NAME}: there is no folder {name!r}{download_hint(name)}")
-        self.file_of = self._index()
+        self._stored: dict[str, str] = {}  # names in the files that are not those of the layer
+        self.file_of = self._renamed(self._index())
         self._open: dict[str, Any] = {}
 
     def _index(self) -> dict[str, str]:
@@ -58,6 +61,16 @@ class TensorFiles:
         if not files:
             raise FileNotFoundError(f"{NAME}: there is no safetensors file in {self.folder}")
         return self._names_in(files)
+
+    def _renamed(self, file_of: dict[str, str]) -> dict[str, str]:
+        """The files by the names that the layer has."""
+        pattern = re.compile(rf"\.self_attn\.({'|'.join(RELEASED)})(?=\.|$)")
+        found = {}
+        for stored, file in file_of.items():
+            name = pattern.sub(lambda match: f".self_attn.{RELEASED[match[1]]}", stored)
+            self._stored[name] = stored
+            found[name] = file
+        return found
 
     def _names_in(self, files: Sequence[str]) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -94,7 +107,7 @@ class TensorFiles:
                 raise FileNotFoundError(f"{NAME}: {name} should be in {path}, which does not exist")
             self._open[file] = _safe_open(path)
         try:
-            return self._open[file].get_slice(name)
+            return self._open[file].get_slice(self._stored[name])
         except Exception as error:
             raise KeyError(f"{NAME}: {self.folder / file} has no tensor {name}") from error
 
@@ -165,6 +178,9 @@ def load_layer(
         _Reader(dims, files, f"{prefix}{name}.", dtype, device).fill(
             part, _cut(whole, name, heads_of), whole_bias=name != "o_proj" or rank == 0
         )
+    if made.sinks is not None:
+        reader = _Reader(dims, files, prefix, torch.float32, device)
+        made.sinks = reader.numbers("sinks", heads, slice(heads_of.start, heads_of.stop))
     return made
 
 
@@ -201,13 +217,14 @@ def stored_dtype(files: TensorFiles, prefix: str, names: Sequence[str]) -> torch
 def _leaves(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that have parameters, by name."""
     for name, part in layer.named_modules():
-        if part._parameters:
+        if name and part._parameters:
             yield name, part
 
 
 def _refuse_unknown(layer: nn.Module, files: TensorFiles, prefix: str) -> None:
     """A tensor that the layer has no use for means that the model computes something else."""
     known = {f"{name}.{own}" for name, part in _leaves(layer) for own in part._parameters}
+    known |= set(layer._parameters)
     known -= {"kv_b_proj.bias"}
     stored = {name[len(prefix) :] for name in files.file_of if name.startswith(prefix)}
     unknown = sorted(name for name in stored - known if not name.endswith(UNUSED))
@@ -230,11 +247,12 @@ def _cut(whole: LayerConfig, name: str, heads: range) -> _Cut:
     whole  the layer with all heads
     """
     g = whole.geometry
-    per_head = {
+    per_head: dict[str | None, tuple[int, int]] = {
         "q_proj": (0, g.qk_head_dim),
         "q_b_proj": (0, g.qk_head_dim),
         "kv_b_proj": (0, g.qk_nope_head_dim + g.v_head_dim),
         "o_proj": (1, g.v_head_dim),
+        whole.gate: (0, g.v_head_dim),
     }
     if name not in per_head:
         return _Cut()
@@ -273,6 +291,13 @@ class _Reader:
         part.weight = self._put(weight, dtype)
         if part._parameters.get("bias") is not None or self._has("bias"):
             part.bias = self._bias(shape[0], cut, dtype, is_zero=not whole_bias)
+
+    def numbers(self, name: str, size: int, own: slice) -> nn.Parameter:
+        """Some of the `size` numbers of a vector."""
+        self._require_shape(name, (size,), "for this config")
+        found = self._read(name, _Cut(rows=own))
+        self._require_float(name, found)
+        return self._put(found, self._dtype)
 
     def _bias(self, size: int, cut: _Cut, dtype: torch.dtype, *, is_zero: bool) -> nn.Parameter:
         """The bias of a module with `size` outputs.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mlakit.dispatch.checks import Dims, UnsupportedError
 from mlakit.model.config import ConfigFields, config_path, read_config
 from mlakit.model.geometry import MLAGeometry, Rope
-from mlakit.model.releases import ALIASES, RELEASES
+from mlakit.model.releases import ALIASES, HY4, RELEASES
 from mlakit.model.v4 import is_v4
 
 NORM_EPSILON = 1e-6
@@ -38,7 +38,12 @@ class LayerConfig:
     latent_factor  the normalised latent is multiplied by it, before it is cached (LongCat)
     query_scale    the query's factor that depends on its position (Mistral 4)
     selection      None: the layer attends to all cached tokens
+    gate           the projection of the output's gate, by its name in checkpoints: the output of
+                   attention is multiplied by the sigmoid of it, before o_proj (Hy4, Kimi K3)
+    has_sinks      a logit per head joins the denominator of attention (Hy4)
     index_rope     the column pairs that the indexer rotates
+    index_rope_last   it rotates its last columns, not the first (Hy4)
+    index_epsilon  of the norm of its keys
     index_hadamard whether the indexer multiplies queries and keys by a Hadamard matrix, which
                    changes no score but makes FP8 more accurate (DeepSeek-V3.2)
     max_positions  positions of the model's context
@@ -52,7 +57,11 @@ class LayerConfig:
     latent_factor: float = 1.0
     query_scale: QueryScale | None = None
     selection: Selection | None = None
+    gate: str | None = None
+    has_sinks: bool = False
     index_rope: Rope = "half"
+    index_rope_last: bool = False
+    index_epsilon: float = NORM_EPSILON
     index_hadamard: bool = False
     max_positions: int | None = None
     softmax_scale: float | None = None
@@ -100,7 +109,7 @@ class LayerConfig:
         fields = read_config(config)
         model_type = fields.get("model_type")
         rank, hidden = geometry.q_lora_rank, geometry.hidden_size
-        is_longcat = model_type == "longcat_flash"
+        is_longcat, is_hy4 = model_type == "longcat_flash", model_type == HY4
         scales_q = bool(fields.get("mla_scale_q_lora", is_longcat)) and rank
         scales_latent = bool(fields.get("mla_scale_kv_lora", is_longcat))
         interleaved = fields.get("indexer_rope_interleave", model_type == "glm_moe_dsa")
@@ -111,10 +120,20 @@ class LayerConfig:
             latent_factor=(hidden / geometry.kv_lora_rank) ** 0.5 if scales_latent else 1.0,
             query_scale=_query_scale(fields),
             selection=_selection(fields, geometry, layer),
+            gate=_gate(fields),
+            has_sinks=is_hy4,
             index_rope="interleaved" if interleaved else "half",
+            index_rope_last=is_hy4,
+            index_epsilon=fields.get("rms_norm_eps", 1e-5) if is_hy4 else NORM_EPSILON,
             index_hadamard=model_type == "deepseek_v32",
             max_positions=fields.get("max_position_embeddings", fields.get("model_max_length")),
         )
+
+
+def _gate(fields: ConfigFields) -> str | None:
+    if fields.get("model_type") == HY4:
+        return "gate_proj"
+    return "g_proj" if fields.get("mla_use_output_gate", False) else None
 
 
 def _query_scale(fields: ConfigFields) -> QueryScale | None:
@@ -138,6 +157,7 @@ def _selection(fields: ConfigFields, geometry: MLAGeometry, layer: int) -> Selec
         # a layer beyond the list predicts further tokens and has an indexer
         kind = types[layer] if layer < len(types) else "full"
         return "shared" if kind in ("shared", "S") else "own"
-    frequency = max(fields.integer("index_topk_freq", 1), 1)
+    every = 4 if fields.get("model_type") == HY4 else 1  # the defaults of transformers
+    frequency = max(fields.integer("index_topk_freq", every), 1)
     since_first = max(layer - fields.integer("index_skip_topk_offset", 2) + 1, 0)
     return "own" if since_first % frequency == 0 else "shared"

@@ -12,6 +12,9 @@ from mlakit.layer.attention import MLAAttention
 from mlakit.layer.config import LayerConfig
 from mlakit.layer.linear import SCALE, does_more_when_called
 
+# names of the projection of the output's gate
+GATES = ("gate_proj", "g_proj", "output_gate_proj")
+
 Layer = TypeVar("Layer", bound=MLAAttention)
 
 
@@ -70,6 +73,7 @@ def _config_of(module: nn.Module) -> LayerConfig:
         q_factor=getattr(module, "mla_scale_q_lora", config.q_factor),
         latent_factor=getattr(module, "mla_scale_kv_lora", config.latent_factor),
         selection=selection,
+        gate=next((name for name in GATES if hasattr(module, name)), None),
     )
 
 

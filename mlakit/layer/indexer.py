@@ -14,7 +14,7 @@ from mlakit.dispatch.autocast import without_autocast
 from mlakit.dispatch.checks import FLOATS, Dims
 from mlakit.dispatch.knobs import Backend
 from mlakit.formats import Format
-from mlakit.layer.config import NORM_EPSILON, LayerConfig
+from mlakit.layer.config import LayerConfig
 from mlakit.layer.linear import Activations, Float32Linear, Linear, frozen, keep_dtype
 from mlakit.layer.rotary import RopeTable
 from mlakit.model.geometry import RowShape
@@ -28,11 +28,13 @@ NAME = "LightningIndexer"
 class KeyNorm(nn.Module):
     """LayerNorm of the index keys with a bias, computed in float32."""
 
-    def __init__(self, width: int, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, width: int, epsilon: float, *, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
         self.weight = frozen(torch.ones(width, dtype=torch.float32, device=device))
         self.bias = frozen(torch.zeros(width, dtype=torch.float32, device=device))
-        self.epsilon = NORM_EPSILON
+        self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, width], normalised, in x's dtype."""
@@ -46,7 +48,7 @@ class KeyNorm(nn.Module):
 class LightningIndexer(nn.Module):
     """Scores every cached token for every query; `sparse_step` attends to the best.
 
-        q = wq_b(residual)   k = LayerNorm(wk(x))      their first D_R columns are rotated
+        q = wq_b(residual)   k = LayerNorm(wk(x))      D_R columns of them are rotated
         score = Σ_h w[h] · relu(q[h]·k) / sqrt(heads · D),   w = weights_proj(x) in float32
 
     residual is the query's normalised latent, q_a_layernorm(q_a_proj(x)).
@@ -88,10 +90,13 @@ class LightningIndexer(nn.Module):
         self.heads, self.width, self.topk = g.index_n_heads, width, g.index_topk
         self.rope_table = RopeTable.shared(g, config.positions(max_positions))
         self.rope, self.uses_hadamard = config.index_rope, config.index_hadamard
+        rope = g.qk_rope_head_dim
+        start = width - rope if config.index_rope_last else 0
+        self._rotated = slice(start, start + rope)  # columns
         weights: dict[str, Any] = {"is_fp8": is_fp8, "dtype": dtype, "device": device}
         self.wq_b = Linear(g.q_lora_rank, self.heads * width, **weights)
         self.wk = Linear(g.hidden_size, width, **weights)
-        self.k_norm = KeyNorm(width, device=device)
+        self.k_norm = KeyNorm(width, config.index_epsilon, device=device)
         self.weights_proj = Float32Linear(g.hidden_size, self.heads, device=device)
         self._hadamard: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -155,7 +160,7 @@ class LightningIndexer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(q [tokens, heads, D], scales [tokens, heads] of e4m3): the part of the residual."""
         q = self.wq_b(residual, backend).unflatten(-1, (self.heads, self.width))
-        self.rope_table.rotate(q, positions, self.rope, backend=backend)
+        self._rotate(q, positions, backend)
         if self.uses_hadamard:
             q = q @ self._hadamard_matrix(q)
         if cache.payload.dtype in FLOATS:
@@ -195,8 +200,12 @@ class LightningIndexer(nn.Module):
     def _keys(self, x: Tensor | Activations, positions: Tensor, backend: Backend) -> Tensor:
         """Normalised and rotated keys [tokens, D] of the new tokens, in x's dtype."""
         keys: Tensor = self.k_norm(self.wk(x, backend))
-        self.rope_table.rotate(keys[:, None], positions, self.rope, backend=backend)
+        self._rotate(keys[:, None], positions, backend)
         return keys @ self._hadamard_matrix(keys) if self.uses_hadamard else keys
+
+    def _rotate(self, x: Tensor, positions: Tensor, backend: Backend) -> None:
+        """Rotate x [tokens, heads, D] in place."""
+        self.rope_table.rotate(x[..., self._rotated], positions, self.rope, backend=backend)
 
     def _hadamard_matrix(self, like: Tensor) -> Tensor:
         """Orthonormal and symmetric [D, D], on the device and in the dtype of `like`."""

@@ -22,7 +22,7 @@ from math import isclose, log, sqrt
 from typing import Any, Literal, get_args
 
 from mlakit.model.config import ConfigFields, config_path, read_config
-from mlakit.model.releases import ALIASES, DEEPSEEK_V4, RELEASES
+from mlakit.model.releases import ALIASES, DEEPSEEK_V4, HY4, RELEASES
 
 Rope = Literal["interleaved", "half"]
 """The column pairs that RoPE rotates: (0, 1), (2, 3), … or (p, p + D_R/2)."""
@@ -216,7 +216,7 @@ def _preset_name(name: object) -> str | None:
 
 
 # defaults of transformers for fields that configs of these model types omit
-_HALF_ROTATION = ("minicpm3", "hy_v4")
+_HALF_ROTATION = ("minicpm3", HY4)
 # the model types whose modules obey `rope_interleave`; the others ignore it
 _READ_ROPE_INTERLEAVE = ("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu")
 _DEFAULT_THETA = {"longcat_flash": 1e7}

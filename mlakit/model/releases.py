@@ -37,7 +37,7 @@ def _moe(intermediate: int, expert: int, routed: int, shared: int, active: int, 
     }
 
 
-DEEPSEEK_V4 = "deepseek_v4"  # the model type
+DEEPSEEK_V4, HY4 = "deepseek_v4", "hy_v4"  # model types
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 _BF16 = {"torch_dtype": "bfloat16", "quantization_config": None}
 

@@ -65,15 +65,17 @@ class ContextGroup(NamedTuple):
         absorbed: Tensor,
         attend: Callable[[Tensor], tuple[Tensor, Tensor]],
         weights: LayerWeights,
-        sink: Tensor | None,
         backend: Backend,
+        *,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """The attention over the keys of all ranks, projected up: [tokens, heads, D_V].
 
         absorbed  [tokens, heads, D_C + D_R] with the heads of q
         attend    this rank's attention: absorbed queries to latents [tokens, heads, D_C] and lse
-        sink      [heads of q]
+        sink      [heads of q]; None: that of the weights
         """
+        sink = weights.sink if sink is None else sink
         if self.is_head_sharded:  # a rank has W_UV of its own heads only
             latents, lse = attend(self._all_heads(absorbed))
             merged = self._merged(latents, lse, sink, backend)

@@ -60,7 +60,8 @@ def context_parallel_decode(
                 multiplies them by its W_UV
     rows        [tokens, topk] physical rows of this rank's cache: attend to these only, as
                 `context_parallel_sparse_step` selects them; `mask` must be left at its default
-    sink        [heads of q] float32 logit that joins out's denominator only, once
+    sink        [heads of q] float32 logit that joins out's denominator only, once; None: that of
+                the weights
     plan        as in `mla_decode`, for this rank's lengths; with `rows` an `EvenSplit`
 
     Returns out [tokens, heads, D_V] in q's dtype: this rank's heads with "all_to_all", else all.
@@ -111,4 +112,4 @@ def context_parallel_decode(
             backend=backend,
         )
 
-    return ranks.attend(absorbed, attend, weights, sink, backend)
+    return ranks.attend(absorbed, attend, weights, backend, sink=sink)

@@ -104,4 +104,4 @@ def context_parallel_sparse_step(
         )
         return latents, lse
 
-    return ranks.attend(absorbed, attend, weights, None, backend)
+    return ranks.attend(absorbed, attend, weights, backend)

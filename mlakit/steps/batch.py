@@ -12,6 +12,7 @@ from mlakit.dispatch.knobs import Backend
 from mlakit.dispatch.reprs import shapes_repr
 from mlakit.model.geometry import Rope
 from mlakit.ops import norm_rope_quant_append
+from mlakit.ops._checks import check_sink
 from mlakit.ops.norm_rope_quant import check_rope
 from mlakit.steps.weights import UpProjection
 
@@ -26,6 +27,7 @@ class LayerWeights:
     softmax_scale: float
     epsilon: float = 1e-6
     rope: Rope = "interleaved"
+    sink: Tensor | None = None  # [heads] float32 logit that joins the denominator only
 
     __repr__ = shapes_repr
 
@@ -40,6 +42,8 @@ class LayerWeights:
         scale = dims.finite("softmax_scale", self.softmax_scale)
         object.__setattr__(self, "softmax_scale", scale)
         check_rope(dims, self.rope, self.epsilon)
+        dims.bind("heads", g.num_heads, "the geometry's num_heads")
+        check_sink(dims, self.sink)
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,6 +61,8 @@ def check_step(
     dims.rows_contiguous("kv", kv)
     dims.same_device("gamma", weights.gamma)
     dims.same_device("freqs", weights.freqs)
+    if weights.sink is not None:
+        dims.same_device("sink", weights.sink)
     layer.check_writable(dims)
     refuse_grad(
         dims.op,
@@ -70,6 +72,7 @@ def check_step(
         kv_b_proj_scale=weights.up.kv_b_proj.scale,
         gamma=weights.gamma,
         freqs=weights.freqs,
+        sink=weights.sink,
         cache=layer,
     )
     lengths = _check_lengths(dims, batch, layer, mask, shard, is_padded=is_padded)

@@ -69,7 +69,18 @@ def decode_branch(
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
     lists = (rows, topk_lens)
     _attend(
-        (absorbed, None), weights.up, batch, weights.softmax_scale, lists, mask, plan, out, backend
+        *(
+            (absorbed, None),
+            weights.up,
+            batch,
+            weights.softmax_scale,
+            lists,
+            mask,
+            plan,
+            out,
+            backend,
+        ),
+        sink=weights.sink,
     )
     return out
 

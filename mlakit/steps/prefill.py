@@ -80,7 +80,7 @@ def prefill_branch(
     select_kernels(prefill_ops(weights), q, weights, batch, mask, backend)
     q_rope = q[..., weights.up.geometry.qk_nope_head_dim :]
     append_tokens(q_rope, kv, weights, batch, q_rope_out=q_rope, backend=backend)
-    attention = Attention(weights.up, batch, weights.softmax_scale, None, room, backend)
+    attention = Attention(weights.up, batch, weights.softmax_scale, weights.sink, room, backend)
     _attend(q, attention, plan, mask, out)
     return out
 

@@ -124,6 +124,7 @@ def sparse_step(
         rows,
         layer=batch.layer,
         softmax_scale=weights.softmax_scale,
+        sink=weights.sink,
         plan=plan,
         backend=backend,
     )

@@ -15,6 +15,7 @@ from mlakit.cache import CacheLayer, PagedLatentCache
 from mlakit.cache.layer_views import CacheTensors
 from mlakit.compat.modular import KVCollection
 from mlakit.dispatch.reprs import shapes_repr
+from mlakit.layer.v4.cache import V4Cache, V4Sequence
 from mlakit.model.geometry import MLAGeometry
 from mlakit.ops import ExtraRows
 from mlakit.plan import plan_decode, plan_prefill
@@ -88,7 +89,7 @@ SHOWN: dict[str, tuple[Callable[[], object], str]] = {
     "weights": (
         lambda: mlakit.LayerWeights(up(), full(512), full(9, 64), softmax_scale=0.5),
         f"LayerWeights(up={up()!r}, gamma=float32 [512] on cpu, freqs=float32 [9, 64] on cpu, "
-        "softmax_scale=0.5, epsilon=1e-06, rope='interleaved')",
+        "softmax_scale=0.5, epsilon=1e-06, rope='interleaved', sink=None)",
     ),
     "extra": (
         lambda: ExtraRows(pool("bf16"), ints(1, 2)[None]),
@@ -132,12 +133,17 @@ def test_a_collection_shows_its_pool():
         assert "tensor(" not in shown
 
 
+# imported for annotations alone, since the modules import each other
+ONLY_FOR_TYPES = {"V4Cache": V4Cache, "V4Sequence": V4Sequence}
+
+
 def holders() -> Iterator[type]:
     """Public classes with tensors, or objects that hold some, among their fields."""
     names = {f"{module}.{name}" for module in WHOLE_MODULES for name in public_names(module)}
     for each in {resolved(name) for name in names}:
         if inspect.isclass(each) and "__annotations__" in vars(each):
-            hints = (str(hint) for hint in typing.get_type_hints(each).values())
+            names = {**vars(each), **ONLY_FOR_TYPES}
+            hints = map(str, typing.get_type_hints(each, localns=names).values())
             types = " ".join(hint for hint in hints if "Callable" not in hint)
             if "Tensor" in types or "PagedLatentCache" in types or "HeadMatrices" in types:
                 yield each

@@ -25,6 +25,14 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rope_theta": 10000.0,
 }
+KIMI_K3 = {"model_type": "kimi_linear", "mla_use_nope": True, "mla_use_output_gate": True}
+HY4 = {
+    "model_type": "hy_v4",
+    "indexer_types": ["full"] * 12,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "index_topk": 16,
+}
 INDEX = {
     "model_type": "deepseek_v32",
     "index_n_heads": 8,
@@ -54,6 +62,11 @@ def tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
         shapes["q_a_proj.bias"] = (c["q_lora_rank"],)
         shapes["kv_a_proj_with_mqa.bias"] = (latent + c["qk_rope_head_dim"],)
         shapes["o_proj.bias"] = (hidden,)
+    gate = {"hy_v4": "gate_proj", "kimi_linear": "g_proj"}.get(c["model_type"])
+    if gate is not None:
+        shapes[f"{gate}.weight"] = (heads * c["v_head_dim"], hidden)
+    if c["model_type"] == "hy_v4":
+        shapes["sinks"] = (heads,)
     if "index_topk" in c:
         width = c["index_head_dim"]
         shapes["indexer.wq_b.weight"] = (c["index_n_heads"] * width, c["q_lora_rank"])

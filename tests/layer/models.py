@@ -102,6 +102,7 @@ FAMILIES = {
         "KimiLinear",
         {"q_lora_rank": None, "layer_types": ["linear_attention", *["full_attention"] * 2]},
     ),
+    "hy_v4": Family("hy_v4", "HYV4", {**INDEX, "rms_norm_eps": 0.5}),
     "longcat_flash": Family(
         "longcat_flash", "LongcatFlash", {"num_layers": 2, "head_dim": 8}, attention="MLA"
     ),

@@ -1,5 +1,8 @@
 """One layer in float64, over a whole sequence, in the expanded form.
 
+The gate of Kimi K3 was written from `vllm/models/kimi_k3/nvidia/mla.py` of vLLM (commit 01b867e),
+whose layer has neither positions nor a sink: out = W_o (attention ⊙ sigmoid(W_g x)).
+
 With `stored` every result of a projection, a norm and the attention is rounded to that dtype, and
 the arithmetic is float32: what a layer of that precision loses without any mistake.
 """
@@ -81,9 +84,15 @@ class Oracle:
         scores = torch.einsum("qhd,khd->hqk", q_nope, k_nope)
         scores = (scores + torch.einsum("qhd,kd->hqk", q_rope, k_rope)) * c.scale
         hidden = self.hidden(tokens, selected)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        heads = self.rounded(torch.einsum("hqk,khd->qhd", weights, v))
-        return self.linear("o_proj", heads.flatten(1))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if c.has_sinks:  # its value is 0
+            sinks = self.parameters["sinks"][:, None, None].expand(-1, tokens, 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., :tokens]
+        heads = self.rounded(torch.einsum("hqk,khd->qhd", weights, v)).flatten(1)
+        if c.gate is not None:
+            heads = self.rounded(heads * self.rounded(self.linear(c.gate, x).sigmoid()))
+        return self.linear("o_proj", heads)
 
     def hidden(self, tokens: int, selected: Sequence[Sequence[int]] | None) -> Tensor:
         """bool [tokens, tokens]: the keys that a query does not attend to."""
@@ -102,14 +111,14 @@ class Oracle:
         q = self.linear("indexer.wq_b", self.latent_of_queries(x))
         q = q.view(len(x), g.index_n_heads, g.index_head_dim)
         k = self.linear("indexer.wk", x)
-        k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+        variance = k.var(-1, correction=0, keepdim=True)
+        k = (k - k.mean(-1, keepdim=True)) / (variance + c.index_epsilon).sqrt()
         norm = self.parameters
         k = k * norm["indexer.k_norm.weight"] + norm["indexer.k_norm.bias"]
-        width = g.qk_rope_head_dim
-        q, k = (
-            torch.cat([self.rotated(each[..., :width], c.index_rope), each[..., width:]], -1)
-            for each in (q, k)
-        )
+        first = g.index_head_dim - g.qk_rope_head_dim if c.index_rope_last else 0
+        turned = slice(first, first + g.qk_rope_head_dim)
+        for each in (q, k):
+            each[..., turned] = self.rotated(each[..., turned], c.index_rope)
         weights = x @ self.parameters["indexer.weights_proj.weight"].T
         by_head = torch.einsum("qhd,kd->qhk", q, k).relu()
         scores = torch.einsum("qhk,qh->qk", by_head, weights)

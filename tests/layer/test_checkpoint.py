@@ -14,7 +14,9 @@ from torch import Tensor
 from mlakit import MLAAttention
 from mlakit.tools.testing import assert_same_bits, assert_unchanged, snapshot
 from tests.layer.checkpoints import (
+    HY4,
     INDEX,
+    KIMI_K3,
     SMALL,
     from_blocks,
     quantised,
@@ -41,7 +43,10 @@ def served(layer: MLAAttention, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [SMALL, LITE, SPARSE, SMALL | {"attention_bias": True}])
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, LITE, SPARSE, SMALL | {"attention_bias": True}, SMALL | HY4, SMALL | KIMI_K3],
+)
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
 def test_every_tensor_is_read(tmp_path, config, index):
     stored = tensors(config)
@@ -87,7 +92,9 @@ def test_two_attentions_in_a_layer_need_a_prefix(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
-@pytest.mark.parametrize("config", [SMALL, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    "config", [SMALL, SPARSE, SMALL | HY4], ids=["dense", "sparse", "gate and sinks"]
+)
 def test_the_ranks_add_up_to_the_layer(tmp_path, config, is_fp8):
     config = config | {"attention_bias": True}
     stored = tensors(config)
@@ -163,11 +170,22 @@ def test_the_dtype_is_the_configs_or_the_weights(tmp_path, config, stored, expec
     assert given.q_b_proj.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", tensors(SPARSE))
+def test_the_names_of_hy4s_release(tmp_path):
+    config, stored = SMALL | HY4, tensors(SMALL | HY4)
+    renamed = dict(stored)
+    renamed["linear_gate.weight"] = renamed.pop("gate_proj.weight")
+    renamed["learnable_sink_param"] = renamed.pop("sinks")
+    write_checkpoint(tmp_path, config, {0: renamed, 1: tensors(config, seed=1)})
+    layer = MLAAttention.load_safetensors(tmp_path, 0)
+    for name, values in stored.items():
+        assert_same_bits(name, layer.get_parameter(name), values)
+
+
+@pytest.mark.parametrize("name", tensors(SMALL | HY4))
 def test_a_missing_tensor_is_named(tmp_path, name):
-    stored = tensors(SPARSE)
+    stored = tensors(SMALL | HY4)
     del stored[name]
-    write_checkpoint(tmp_path, SPARSE, {0: stored})
+    write_checkpoint(tmp_path, SMALL | HY4, {0: stored})
     with pytest.raises(KeyError, match=name.replace(".", r"\.")):
         MLAAttention.load_safetensors(tmp_path, 0)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from mlakit import EvenSplit, MLAAttention, PagedLatentCache, plan_decode, plan_step, reference
 from mlakit.dispatch.checks import UnsupportedError
@@ -19,7 +20,7 @@ from mlakit.layer.linear import Linear
 from mlakit.layer.rotary import RopeTable
 from mlakit.steps import decode_branch
 from mlakit.tools.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
-from tests.layer.checkpoints import INDEX, SMALL, in_blocks, quantised, tensors
+from tests.layer.checkpoints import HY4, INDEX, KIMI_K3, SMALL, in_blocks, quantised, tensors
 from tests.layer.models import FAMILIES, HIDDEN
 from tests.layer.oracle import Oracle
 from tests.layer.selections import check_selection, selected_by
@@ -53,7 +54,13 @@ def check(found: list[Tensor], layer: MLAAttention, x: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "config", [DENSE, DENSE | {"q_lora_rank": None}, DENSE | {"attention_bias": True}]
+    "config",
+    [
+        DENSE,
+        DENSE | {"q_lora_rank": None},
+        DENSE | {"attention_bias": True},
+        DENSE | KIMI_K3 | {"num_attention_heads": 96, "v_head_dim": 16},
+    ],
 )
 def test_every_dtype_against_the_oracle(config, dtype):
     layer = layer_of(config).to(dtype)
@@ -103,6 +110,36 @@ def test_fp8_weights_survive_a_change_of_dtype(dtype):
     whole = layer_of(DENSE)
     exact = torch.cat(serve(whole, inputs(), CHUNKS))
     assert float((found.float() - exact).norm() / exact.norm()) < 0.12
+
+
+def test_kimi_k3_has_a_gate_and_no_positions():
+    config = LayerConfig.from_config(DENSE | KIMI_K3)
+    assert (config.gate, config.geometry.rope_parameters.rope_type) == ("g_proj", "none")
+    assert LayerConfig.from_config(DENSE | {"model_type": "kimi_linear"}).gate is None
+
+
+def test_four_layers_of_hy4_share_a_selection_unless_the_config_says_otherwise():
+    config = {name: value for name, value in (DENSE | HY4).items() if name != "indexer_types"}
+    own = [n for n in range(12) if LayerConfig.from_config(config, n).selection == "own"]
+    full = AutoConfig.for_model("hy_v4", num_hidden_layers=12).indexer_types
+    assert own == [n for n, kind in enumerate(full) if kind == "full"]
+
+
+def test_sinks_keep_float32_and_those_of_16_bits_are_copied():
+    layer = layer_of(DENSE | HY4).to(BF16)
+    assert layer.sinks.dtype == torch.float32
+    assert layer.weights(torch.device("cpu")).sink is layer.sinks
+    rounded = layer.sinks.bfloat16()
+    layer.sinks = torch.nn.Parameter(rounded, requires_grad=False)
+    sink = layer.weights(torch.device("cpu")).sink
+    assert_same_bits("sink", sink, rounded.float())
+    rounded.mul_(2)
+    assert_same_bits("sink", layer.weights(torch.device("cpu")).sink, rounded.float())
+    rounded.data.mul_(2)  # torch does not count it
+    with pytest.raises(RuntimeError, match="MLAAttention: sinks must equal the copy"):
+        layer.weights(torch.device("cpu"))
+    layer.refresh_weights()
+    assert_same_bits("sink", layer.weights(torch.device("cpu")).sink, rounded.float())
 
 
 def test_the_indexer_keeps_float32_where_its_model_does():

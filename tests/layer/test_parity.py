@@ -188,5 +188,22 @@ def test_the_trap_of_mistrals_query_scale_is_seen():
     assert taken("mistral4", query_scale=None) > FAR_OFF
 
 
+def test_the_traps_of_hy4s_indexer_are_seen():
+    assert taken("hy_v4", index_rope_last=False) > FAR_OFF
+    assert taken("hy_v4", index_epsilon=1e-6) > FAR_OFF
+
+
+@pytest.mark.parametrize("left_out", ["gate_proj.weight", "sinks"])
+def test_hy4s_gate_and_sinks_count(left_out):
+    model = FAMILIES["hy_v4"]
+    module = model.module()
+    layer = MLAAttention.from_hf(module)
+    x = inputs()
+    exact = exact_results(model, module, x)
+    # a gate of 0 halves the output, a sink of -inf is none
+    layer.get_parameter(left_out).copy_(torch.tensor(0.0 if "gate" in left_out else -torch.inf))
+    assert worst(serve(layer, x), exact) > FAR_OFF
+
+
 def test_a_wrong_top_k_is_seen():
     assert taken("deepseek_v32", **geometry_with("deepseek_v32", index_topk=11)) > FAR_OFF

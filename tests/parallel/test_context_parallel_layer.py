@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from mlakit import MLAAttention, plan_step
-from tests.layer.checkpoints import INDEX, SMALL, tensors, write_checkpoint
+from tests.layer.checkpoints import HY4, INDEX, SMALL, tensors, write_checkpoint
 from tests.layer.serving import Server
 from tests.parallel import layers
 from tests.parallel.ranks import WORLDS
 
 worlds = pytest.mark.parametrize("world", WORLDS)
-KINDS = {"dense": SMALL, "sparse": SMALL | INDEX | {"index_topk": 6}}
+KINDS = {
+    "dense": SMALL,
+    "sparse": SMALL | INDEX | {"index_topk": 6},
+    "gate and sinks": SMALL | HY4 | {"index_topk": 6},
+}
 
 
 @pytest.fixture(params=KINDS)

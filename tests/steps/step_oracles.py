@@ -99,6 +99,7 @@ class Step:
     geometry: MLAGeometry = GEOMETRY
     rope: str = "interleaved"
     flat: bool = False
+    has_sink: bool = False
     seed: int = 0
 
     @property
@@ -136,6 +137,7 @@ class Step:
             softmax_scale=0.13,
             epsilon=1e-5,
             rope=self.rope,
+            sink=torch.randn(g.num_heads, generator=generator) if self.has_sink else None,
         )
 
     @cached_property
@@ -283,7 +285,7 @@ class Step:
         return k_nope, k_rope.to(both.dtype), v
 
     def prefilled(
-        self, rows: Sequence[Tensor], mask: Mask, dtype: torch.dtype
+        self, rows: Sequence[Tensor], mask: Mask, dtype: torch.dtype, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) over some rows of every request, its queries the newest."""
         k_nope, k_rope, v = self.expanded(torch.cat(list(rows)), dtype)
@@ -296,12 +298,13 @@ class Step:
             [0, *accumulate(map(len, rows))],
             softmax_scale=self.weights.softmax_scale,
             mask=mask,
+            sink=sink,
             dtype=dtype,
         )
 
     def exact(self, rows: Sequence[Tensor], mask: Mask = CAUSAL) -> Tensor:
         """The oracle of both branches."""
-        return self.prefilled(rows, mask, F64)[0]
+        return self.prefilled(rows, mask, F64, self.weights.sink)[0]
 
     def naive_prefill(
         self, rows: Sequence[Tensor], mask: Mask = CAUSAL, max_rows: int | None = None
@@ -309,15 +312,16 @@ class Step:
         """The naive run of the prefill branch, with its chunks of context."""
         plan = plan_context(self.kv_lens, self.q_lens, max_rows=max_rows)
         if mask not in (CAUSAL, masks.NULL) or not plan.chunks:
-            return self.prefilled(rows, mask, F32)[0]
+            return self.prefilled(rows, mask, F32, self.weights.sink)[0]
         new = [each[before:] for each, before in zip(rows, self.before, strict=True)]
-        parts = [self.prefilled(new, mask, F32)]
+        parts = [self.prefilled(new, mask, F32, None)]
         for chunk in plan.chunks:
             taken = [each[low:high] for each, (low, high) in zip(rows, chunk, strict=True)]
-            parts.append(self.prefilled(taken, masks.NULL, F32))
+            parts.append(self.prefilled(taken, masks.NULL, F32, None))
         outs, lses = zip(*parts, strict=True)
         rounded = torch.stack(outs).to(self.dtype)
-        return reference.merge_states(rounded, torch.stack(lses), dtype=F32)[0]
+        sink = self.weights.sink
+        return reference.merge_states(rounded, torch.stack(lses), sink=sink, dtype=F32)[0]
 
     def absorbed(self, dtype: torch.dtype) -> Tensor:
         """q W_UK beside its rotated columns: exactly in float64, else rounded to q's dtype."""
@@ -342,6 +346,7 @@ class Step:
             softmax_scale=self.weights.softmax_scale,
             v_width=self.geometry.kv_lora_rank,
             mask=mask,
+            sink=self.weights.sink,
             dtype=F32,
         )
         return self.projected(latent.to(self.dtype), F32)
@@ -377,6 +382,7 @@ class Step:
             [0, *accumulate(map(len, chosen))],
             softmax_scale=scale,
             mask=masks.NULL,
+            sink=self.weights.sink,
         )
         latent, _ = reference.mla_decode(
             self.absorbed(F32),
@@ -385,6 +391,7 @@ class Step:
             softmax_scale=scale,
             v_width=self.geometry.kv_lora_rank,
             mask=masks.NULL,
+            sink=self.weights.sink,
             dtype=F32,
         )
         naive = self.projected(latent.to(self.dtype), F32)
@@ -433,6 +440,7 @@ STEPS = {
     "fp8_block64-fp32": Step(format="fp8_block64", dtype=F32),
     "nothing-cached": Step(kv_lens=(4, 1, 7), q_lens=(4, 1, 7)),
     "nope": Step(geometry=replace(GEOMETRY, qk_rope_head_dim=0)),
+    "sink": Step(has_sink=True),
 }
 FP8_STEPS = {
     "bf16": Step(weights_dtype=E4M3),

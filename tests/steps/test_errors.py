@@ -299,9 +299,9 @@ def test_values_that_are_the_whole_row_are_refused(branch):
 
 
 @pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
-@pytest.mark.parametrize("name", ["q", "kv", "kv_b_proj", "gamma", "freqs"])
+@pytest.mark.parametrize("name", ["q", "kv", "kv_b_proj", "gamma", "freqs", "sink"])
 def test_what_requires_grad_is_refused_before_anything_is_written(branch, name):
-    step = STEPS["bf16"]
+    step = STEPS["sink"]
     q, kv, weights, batch = step.arguments()
     trained = {
         "q": q,
@@ -309,6 +309,7 @@ def test_what_requires_grad_is_refused_before_anything_is_written(branch, name):
         "kv_b_proj": weights.up.kv_b_proj.weight,
         "gamma": weights.gamma,
         "freqs": weights.freqs,
+        "sink": weights.sink,
     }[name]
     trained.requires_grad_()
     before = snapshot(q=q, payload=batch.cache.payload)
@@ -339,6 +340,8 @@ WRONG_WEIGHTS = {
     "softmax_scale must be a number, got NoneType": {"softmax_scale": None},
     "epsilon must not be negative, got -1.0": {"epsilon": -1.0},
     "rope must be one of interleaved, half, got 'neox'": {"rope": "neox"},
+    "sink.shape[0] (heads) must equal the geometry's num_heads, 3, got 2": {"sink": torch.zeros(2)},
+    "sink must be float32, got bfloat16": {"sink": torch.zeros(3, dtype=BF16)},
 }
 
 

@@ -156,6 +156,7 @@ CASES = {
     "fp32-bf16-keys": SparseStep(STEPS["fp32"], q_dtype=F32, format="bf16"),
     "empty-requests": SparseStep(Step(kv_lens=(0, 9, 5, 0), q_lens=(0, 2, 0, 0))),
     "nothing-cached": SparseStep(STEPS["nothing-cached"]),
+    "sink": SparseStep(STEPS["sink"]),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 

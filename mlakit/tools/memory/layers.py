@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mlakit.model.config import ConfigFields, config_path, read_config
 from mlakit.model.geometry import MLAGeometry
-from mlakit.model.releases import ALIASES, RELEASES
+from mlakit.model.releases import ALIASES, HY4, RELEASES
 from mlakit.model.v4 import CSA, V4Config, is_v4
 
 LINEAR = "linear_attention"
@@ -96,7 +96,7 @@ def _indexer_layers(config: ConfigFields, total: int) -> list[bool]:
         if kinds is not None:
             return [each in ("full", "F") for each in _per_layer(config, name, kinds, total)]
     # the defaults of transformers
-    every = max(config.get("index_topk_freq", 4 if config.get("model_type") == "hy_v4" else 1), 1)
+    every = max(config.get("index_topk_freq", 4 if config.get("model_type") == HY4 else 1), 1)
     offset = config.get("index_skip_topk_offset", 2)
     return [max(layer - offset + 1, 0) % every == 0 for layer in range(total)]
 
