@@ -24,6 +24,29 @@ class ValueArguments(NamedTuple):
     stride_token: int
 
 
+class Fp8ValueTensors(NamedTuple):
+    """Values as the FP8 epilogue reads them, where some are not finite."""
+
+    v: Tensor  # [keys, heads, D_V] e4m3
+    flags: Tensor  # of `fp8_values`
+
+
+class ScaleTensors(NamedTuple):
+    """The factors of e4m3 operands, float32 or None each."""
+
+    q: Tensor | None  # [tokens, heads]
+    k: Tensor | None  # [keys]; None where blocks have scales
+    v: Tensor | None  # [keys, heads], or [blocks, heads]
+
+
+class OutputTensors(NamedTuple):
+    """The tensors that the FP8 kernel writes its results to."""
+
+    out: Tensor  # [tokens, heads, D_V]
+    lse: Tensor  # [tokens, heads] float32
+    sink: Tensor | None  # [heads] float32
+
+
 class OutputArguments(NamedTuple):
     """The tensors that results are written to."""
 

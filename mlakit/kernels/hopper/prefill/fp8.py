@@ -355,16 +355,10 @@ def mla_prefill_fp8_kernel(
     k_rope,
     v,  # of the tiles of `fp8_values`
     scale_tiles,  # likewise, or None
-    v_rows,  # v itself
-    flags,  # of `fp8_values`
-    rows,  # `schedule`
-    counters,
-    out,
-    lse,
-    sink,  # or None
-    q_scale,  # float32 or None each
-    k_scale,  # None where blocks have scales
-    v_scale,
+    values,  # `arguments.Fp8ValueTensors`
+    schedule,  # `arguments.ScheduleTensors`
+    outputs,  # `arguments.OutputTensors`
+    scales,  # `arguments.ScaleTensors`
     scale_log2,
     heads,
     window,
@@ -390,17 +384,15 @@ def mla_prefill_fp8_kernel(
 ):
     """Run persistent CTAs, at most one per SM, over the work tiles that they draw.
 
-    Arguments are single, pointers before numbers: in tuples, where strides are specialised, or in
+    Numbers are single and behind the pointers: in tuples, where strides are specialised, or in
     another order, Triton 3.6 spills 1.2 to 1.8 times as much (408 instructions instead of 246
-    without scales, and 464 instead of 256 with those of blocks).
+    without scales, and 458 instead of 256 with those of blocks).
     """
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     D_V: gl.constexpr = v.block_shape[0]
     WARPGROUPS: gl.constexpr = CONFIG.BLOCK_Q // 64
     outputs = Outputs(
-        out=out,
-        lse=lse,
-        sink=sink,
+        *outputs,
         stride_out_token=stride_out_token,
         stride_out_head=stride_out_head,
         stride_sink=stride_sink,
@@ -412,9 +404,7 @@ def mla_prefill_fp8_kernel(
         SHAPE: gl.constexpr = [STAGES, scale_tiles.block_shape[0], scale_tiles.block_shape[1]]
         smem_scales = gl.allocate_shared_memory(gl.float32, SHAPE, scale_tiles.layout)
     scales = Scales(
-        q=q_scale,
-        k=k_scale,
-        v=v_scale,
+        *scales,
         HAS_KEYS=KINDS.has_keys,
         HAS_VALUES=KINDS.has_values,
         HAS_BLOCKS=KINDS.has_blocks,
@@ -432,9 +422,9 @@ def mla_prefill_fp8_kernel(
     values = Values(
         tma=v,
         tiles=gl.allocate_shared_memory(v.dtype, [STAGES, D_V, BLOCK_K], v.layout),
-        flags=flags,
+        flags=values.flags,
         count=value_tiles,
-        v=v_rows,
+        v=values.v,
         stride_token=stride_v_token,
         stride_head=stride_v_head,
         stride_column=stride_v_column,
@@ -444,9 +434,9 @@ def mla_prefill_fp8_kernel(
     tiles = alloc_tile_stages(WARPGROUPS)
     gdc_wait()  # for the schedule and the values
     schedule = Schedule(
-        rows=rows,
-        counters=counters,
-        num_tiles=gl.load(counters + 1),
+        rows=schedule.rows,
+        counters=schedule.counters,
+        num_tiles=gl.load(schedule.counters + 1),
         heads=heads,
         window=window,
         MASK=TRAITS.MASK,

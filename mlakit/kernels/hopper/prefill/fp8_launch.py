@@ -8,6 +8,11 @@ from torch import Tensor
 
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.arguments import PrefillArguments
+from mlakit.kernels.hopper.prefill.arguments import (
+    Fp8ValueTensors,
+    OutputTensors,
+    ScaleTensors,
+)
 from mlakit.kernels.hopper.prefill.configs import Traits, fp8_prefill_config
 from mlakit.kernels.hopper.prefill.descriptors import as_rows, row_pitch, tma_tiles
 from mlakit.kernels.hopper.prefill.fp8 import mla_prefill_fp8_kernel
@@ -51,16 +56,10 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
         stride_k_head=k_nope.stride(1),
         stride_lse_token=stride_lse_token,
         stride_lse_head=stride_lse_head,
-        v_rows=v,
-        flags=flags,
-        rows=schedule.rows,
-        counters=schedule.counters,
-        out=out,
-        lse=lse,
-        sink=a.sink,
-        q_scale=a.q_scale,
-        k_scale=None if kinds.has_blocks else a.k_scale,
-        v_scale=a.v_scale,
+        values=Fp8ValueTensors(v, flags),
+        schedule=schedule,
+        outputs=OutputTensors(out, lse, a.sink),
+        scales=ScaleTensors(a.q_scale, None if kinds.has_blocks else a.k_scale, a.v_scale),
         # a scale of 0 would turn the −inf of a hidden key into NaN
         scale_log2=max(abs(a.softmax_scale) * log2(e), SMALLEST_SCALE),
         stride_v_token=v.stride(0),
