@@ -222,4 +222,7 @@ def test_every_kernel_of_blackwell_needs_a_proof():
     assert specs
     assert all(spec.variant is not None for spec in specs)
     problem = replace(PROBLEM, arch=100)
-    assert [proofs.configuration(spec, problem) for spec in specs] == ["m128_bf16: bf16 576/512"]
+    assert [proofs.configuration(spec, problem) for spec in specs] == [
+        "m128_bf16: bf16 576/512",
+        "n64_bf16: bf16 576/512",
+    ]

@@ -6,6 +6,7 @@ that machine has passed (`dispatch.proofs`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from mlakit.dispatch.architectures import arch_name
@@ -63,21 +64,33 @@ def _sparse_variant(problem: Problem) -> str:
     return f"{problem.format} {problem.row.width}/{problem.row.v_width}"
 
 
-def _why_slower_sparse(problem: Problem) -> str | None:
+def _why_slower_m128(problem: Problem) -> str | None:
     """Half of the tensor cores' work or more is for heads that are not there."""
     if problem.heads <= FEW_HEADS:
         return f"is for more than {FEW_HEADS} heads, got {problem.heads}"
     return None
 
 
-SPECS = (
-    KernelSpec(
+def _why_slower_n64(problem: Problem) -> str | None:
+    """Every 64 heads load the keys again."""
+    if problem.heads > FEW_HEADS:
+        return f"is for {FEW_HEADS} heads or fewer, got {problem.heads}"
+    return None
+
+
+def _sparse_spec(kernel: str, why_slower: Callable[[Problem], str | None]) -> KernelSpec:
+    return KernelSpec(
         "blackwell",
         "sparse_mla",
         f"{__package__}.sparse.launch:sparse_mla",
         _why_not_sparse,
-        kernel="m128_bf16",
-        why_slower=_why_slower_sparse,
+        kernel=kernel,
+        why_slower=why_slower,
         variant=_sparse_variant,
-    ),
+    )
+
+
+SPECS = (
+    _sparse_spec("m128_bf16", _why_slower_m128),
+    _sparse_spec("n64_bf16", _why_slower_n64),
 )

@@ -386,6 +386,13 @@ BLACKWELL: dict[str, Case] = {
     # lists of 512 entries are split
     "blackwell-sparse-fp16-splits": _sparse("fp16", 128, topk=512, sink="finite"),
     "blackwell-sparse-512": _sparse("bf16", 128, **V4_ROW, with_lens=False),
+    "blackwell-sparse-h64-bf16": _sparse("bf16", 64),
+    "blackwell-sparse-h16-q-rope": _sparse("bf16", 9, q_rope_dtype="bf16", sink="finite"),
+    "blackwell-sparse-h32-extra": _sparse(
+        "bf16", 32, extra_format="bf16", extra_topk=64, extra_page_size=16, sink="mixed"
+    ),
+    "blackwell-sparse-h64-fp16-splits": _sparse("fp16", 40, topk=600, num_splits=3, sink="finite"),
+    "blackwell-sparse-h16-512": _sparse("bf16", 16, **V4_ROW, sharpness=-2.0),
 }
 HOPPER_ARCH = 90
 BLACKWELL_ARCHS = (100, 103)

@@ -96,7 +96,7 @@ _M64 = ({"kv_lens": (310, 65), "q_lens": (2, 1)}, _SHORT)
 _SMALL_M = ({"kv_lens": (1900, 300)}, _SHORT)
 _SPARSE = ({"topk": 512}, {"topk": 64, "num_tokens": 7})
 # each stage several times, with scores that need a rescale in most blocks; then tiles of one block
-_SPARSE_M128 = (
+_SPARSE_BLACKWELL = (
     {"topk": 400, "num_tokens": 1, "with_lens": False, "sharpness": 6.0},
     {"topk": 64},
 )
@@ -149,7 +149,16 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "blackwell-sparse-m128_bf16": Subject(
         "sparse_mla_m128_bf16_kernel",
-        _cases("blackwell-sparse-h128-bf16", *_SPARSE_M128),
+        _cases("blackwell-sparse-h128-bf16", *_SPARSE_BLACKWELL),
+        backend="blackwell",
+    ),
+    "blackwell-sparse-n64_bf16": Subject(
+        "sparse_mla_n64_bf16_kernel",
+        # with 16 heads there is one stage more
+        (
+            *_cases("blackwell-sparse-h64-bf16", *_SPARSE_BLACKWELL),
+            *_cases("blackwell-sparse-h16-q-rope", _SPARSE_BLACKWELL[0]),
+        ),
         backend="blackwell",
     ),
     "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),

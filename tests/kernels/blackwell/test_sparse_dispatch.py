@@ -1,4 +1,4 @@
-"""Which sparse problems Blackwell's kernel takes, and how it is launched: host logic, no GPU."""
+"""Which sparse problems Blackwell's kernels take, and how they are launched: host logic, no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlakit.ops import ExtraRows
 from mlakit.plan import EvenSplit
 
 ROW = RowShape(512, 64)
-KERNEL = "blackwell:m128_bf16"
+KERNELS = ("blackwell:m128_bf16", "blackwell:n64_bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,11 @@ def problem(**fields: object) -> Problem:
 
 
 def why_not(given: Problem) -> str | None:
-    (spec,) = (spec for spec in selection.specs("sparse_mla") if spec.name == KERNEL)
-    return spec.why_not(given)
+    """The reason of all of the kernels."""
+    specs = [spec for spec in selection.specs("sparse_mla") if spec.name in KERNELS]
+    assert len(specs) == len(KERNELS)
+    (reason,) = {spec.why_not(given) for spec in specs}
+    return reason
 
 
 @pytest.mark.parametrize("arch", [100, 103])
@@ -43,8 +46,9 @@ def why_not(given: Problem) -> str | None:
 )
 def test_16_bit_rows_are_taken(row, dtype, arch):
     name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype]
-    given = problem(arch=arch, dtype=name, format=dtype, row=row, heads=3)
-    assert selection.select("sparse_mla", given, "blackwell").name == KERNEL
+    for heads, kernel in ((65, KERNELS[0]), (64, KERNELS[1]), (3, KERNELS[1])):
+        given = problem(arch=arch, dtype=name, format=dtype, row=row, heads=heads)
+        assert selection.select("sparse_mla", given, "blackwell").name == kernel
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,18 @@ def test_without_queries_no_kernel_is_started(launched, tokens, heads):
     out, _, _ = call(tokens, heads)
     assert out.shape == (tokens, heads, 512)
     assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "stages", "tiles"),
+    [(1, 16, 5, 2), (16, 16, 5, 2), (17, 32, 5, 2), (33, 64, 4, 2), (64, 64, 4, 2), (65, 64, 4, 4)],
+)
+def test_keys_as_m_have_tiles_of_16_heads_or_more(launched, heads, rows, stages, tiles):
+    call(2, heads, backend="blackwell:n64_bf16")
+    _, grid, arguments = launched[0]
+    config = arguments["CONFIG"]
+    assert (config.ROWS, config.STAGES, grid) == (rows, stages, (tiles,))
+    assert list(arguments["q"].block_shape) == [1, rows, 128]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mlakit.tools.compile.configurations import BLACKWELL, BLACKWELL_ARCHS
 from mlakit.tools.emulator import harness
 
 pytest.importorskip("triton", minversion="3.9", reason="Blackwell's kernels need Triton 3.9")
-SAMPLE = ("blackwell-sparse-h128-bf16",)  # one of each kernel
+SAMPLE = ("blackwell-sparse-h128-bf16", "blackwell-sparse-h64-bf16")  # one of each kernel
 SEEDS = range(5)
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
@@ -46,21 +46,22 @@ def test_no_configuration_has_a_fault_with_any_seed(name, in_emulator):
         assert outcome.passed, str(outcome)
 
 
-def fewest_keys() -> harness.Outcome:
+def fewest_keys(heads: int) -> harness.Outcome:
     """Run tokens whose lists have no block, one, or two, and a token whose entries are invalid."""
     from mlakit.tools.workloads import SparseCase
 
-    given = {"heads": 3, "dtype": "bf16", "page_size": 1, "num_pages": 80, "num_tokens": 4, **ROW}
-    trial = SparseCase(**given, topk=130, sink="mixed").trial("cpu")
+    given = {"dtype": "bf16", "page_size": 1, "num_pages": 80, "num_tokens": 4, **ROW}
+    trial = SparseCase(**given, heads=heads, topk=130, sink="mixed").trial("cpu")
     return harness.run_trial(trial, "few keys", 0, backend="blackwell")
 
 
-def test_short_lists_and_pages_of_one_row(in_emulator):
-    outcome = in_emulator(fewest_keys)
+@pytest.mark.parametrize("heads", [3, 70])
+def test_short_lists_and_pages_of_one_row(heads, in_emulator):
+    outcome = in_emulator(fewest_keys, heads)
     assert outcome.passed, str(outcome)
 
 
-def pages_with_gaps(first: int, topk: int) -> tuple[Any, Any]:
+def pages_with_gaps(first: int, topk: int, kernel: str) -> tuple[Any, Any]:
     """Return the results of a layer whose pages have those of two others between them, and what the
     oracle says."""
     from mlakit import PagedLatentCache, reference, sparse_mla
@@ -77,14 +78,17 @@ def pages_with_gaps(first: int, topk: int) -> tuple[Any, Any]:
     rows = torch.randint(0, 8 * first, (2, topk), generator=generator, dtype=torch.int32)
     rows[:, ::3] = -1
     with emulating_mlakit(arch=BLACKWELL_ARCHS[0]):
-        results = sparse_mla(q, cache, rows, layer=1, softmax_scale=0.1, backend="blackwell")
+        results = sparse_mla(
+            q, cache, rows, layer=1, softmax_scale=0.1, backend=f"blackwell:{kernel}"
+        )
     expected = reference.sparse_mla(
         q.double(), own.view(-1, 576).double(), rows, softmax_scale=0.1, v_width=512
     )
     return results, expected
 
 
-def test_rows_of_a_layer_with_others_between_its_pages(in_emulator):
-    results, expected = in_emulator(pages_with_gaps, 7, 70)
+@pytest.mark.parametrize("kernel", ["m128_bf16", "n64_bf16"])
+def test_rows_of_a_layer_with_others_between_its_pages(kernel, in_emulator):
+    results, expected = in_emulator(pages_with_gaps, 7, 70, kernel)
     for result, exact, bound in zip(results, expected, (1e-2, 1e-4, 1e-4), strict=True):
         torch.testing.assert_close(result.double(), exact, atol=bound, rtol=1e-2)

@@ -8,6 +8,8 @@ Limits     `kernels.blackwell.support` refuses what the kernels cannot take
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -15,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import CacheLayer
 from mlakit.kernels.arguments import SparseArguments
+from mlakit.kernels.blackwell.device.configs import KEYS, PART, keys_as_m_config
 from mlakit.kernels.blackwell.sparse.configs import (
     BLOCK,
     CTAS_PER_TILE,
@@ -23,6 +26,7 @@ from mlakit.kernels.blackwell.sparse.configs import (
     MAX_REGISTERS,
 )
 from mlakit.kernels.blackwell.sparse.m128_bf16 import sparse_mla_m128_bf16_kernel
+from mlakit.kernels.blackwell.sparse.n64_bf16 import sparse_mla_n64_bf16_kernel
 from mlakit.kernels.hopper.device.primitives import SMEM_16BIT
 from mlakit.kernels.hopper.pool_rows import pool_rows
 from mlakit.kernels.hopper.sparse.calls import (
@@ -41,19 +45,21 @@ from mlakit.kernels.launch import launch, target
 def sparse_mla(
     kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor
 ) -> None:
-    """Launch m128_bf16, the only `kernel`."""
+    """Launch m128_bf16 or n64_bf16."""
     tokens, heads, _ = a.q.shape
     if tokens == 0 or heads == 0:
         return
-    head_tiles = tokens * triton.cdiv(heads, HEAD_TILE) * CTAS_PER_TILE
+    tiles = _tiles(kernel, heads, has_rope(a))
+    head_tiles = tokens * triton.cdiv(heads, tiles.rows) * tiles.ctas
     results = out, lse, max_logits
     split = split_results(
-        a, results, list_tile=BLOCK, head_tiles=head_tiles, num_sms=target(a.q.device).num_sms
+        a, results, list_tile=tiles.keys, head_tiles=head_tiles, num_sms=target(a.q.device).num_sms
     )
-    q_tiles, rope_tiles = query_tiles(a.q, a.q_rope if has_rope(a) else None, HEAD_TILE, HALF)
+    q_rope = a.q_rope if has_rope(a) else None
+    q_tiles, rope_tiles = query_tiles(a.q, q_rope, tiles.rows, tiles.q_columns)
     main, extra = list_arguments(a)
     launch(
-        sparse_mla_m128_bf16_kernel,
+        tiles.kernel,
         (head_tiles * split.num_splits,),
         q=q_tiles,
         q_rope=rope_tiles,
@@ -68,10 +74,36 @@ def sparse_mla(
         outputs=split.outputs,
         scale_log2=scale_log2(a.softmax_scale),
         TRAITS=traits(a),
+        **tiles.options,
         num_warps=4,
-        maxnreg=MAX_REGISTERS,
     )
     merge(split, a.sink, results)
+
+
+class _Tiles(NamedTuple):
+    """A kernel and its tile sizes."""
+
+    kernel: Any
+    rows: int  # heads of a work tile
+    ctas: int  # of a work tile
+    keys: int  # of a list at a time
+    q_columns: int  # of a TMA tile of queries
+    options: dict[str, Any]  # constants and registers
+
+
+def _tiles(kernel: str, heads: int, has_rope: bool) -> _Tiles:
+    if kernel == "m128_bf16":
+        return _Tiles(
+            sparse_mla_m128_bf16_kernel,
+            HEAD_TILE,
+            CTAS_PER_TILE,
+            BLOCK,
+            HALF,
+            {"maxnreg": MAX_REGISTERS},
+        )
+    config = keys_as_m_config(heads, has_rope)
+    options = {"CONFIG": config, "maxnreg": config.MAX_REGISTERS}
+    return _Tiles(sparse_mla_n64_bf16_kernel, config.ROWS, 1, KEYS, PART, options)
 
 
 def _gathered_rows(layer: CacheLayer) -> TensorDescriptor:

@@ -32,7 +32,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
+from mlakit.kernels.blackwell.device.gathers import ENTRIES, gather
 from mlakit.kernels.blackwell.sparse import configs
+from mlakit.kernels.blackwell.sparse.rows import listed_rows
 from mlakit.kernels.hopper.device.compat import record, reinterpret
 from mlakit.kernels.hopper.device.primitives import (
     IN_EACH_THREAD,
@@ -60,7 +62,6 @@ from mlakit.kernels.hopper.sparse.lists import (
     load_ids,
     locate_tile,
     make_work,
-    split_slots,
     valid_slots,
 )
 from mlakit.kernels.hopper.sparse.seesaw import Scale
@@ -70,8 +71,6 @@ BLOCK = gl.constexpr(configs.BLOCK)
 HALF = gl.constexpr(configs.HALF)  # columns
 D_R = gl.constexpr(configs.D_R)
 STAGES = gl.constexpr(2)
-# 16 entries per warp of the producer, all of them in each of its threads: what a gather wants
-ENTRIES = gl.constexpr(gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 4], [1, 0])))
 IN_EACH_LANE = gl.constexpr(in_each_thread(1))  # of a partition of one warp
 SCORES = gl.constexpr(TensorMemoryLayout((configs.HEAD_TILE, configs.BLOCK), col_stride=1))
 ACC = gl.constexpr(TensorMemoryLayout((configs.HEAD_TILE, configs.HALF), col_stride=1))
@@ -113,48 +112,6 @@ class Barriers:
     probs_full: object  # by stage
 
 
-@record
-class Rows:
-    """Rows of a block, as a gather finds them."""
-
-    kv: object  # TMA descriptors: of the cache
-    extra_kv: object  # of a second cache, or None
-    is_extra: object  # whether they are in the second cache
-    row: object  # [64] rows of the descriptor
-
-
-@gluon.jit
-def _gather_atoms(descriptor, row, column, barrier, tile):
-    """Start to gather some columns, a swizzle atom at a time."""
-    ATOMS: gl.constexpr = tile.shape[1] // 64
-    atoms = reinterpret(tile, tile.dtype, [ATOMS, BLOCK, 64], tile.layout)
-    for atom in gl.static_range(ATOMS):
-        tma.async_gather(descriptor, row, column + atom * 64, barrier, atoms.index(atom))
-
-
-@gluon.jit
-def _gather(rows, column, barrier, tile):
-    """Start to gather some columns of a block."""
-    if rows.extra_kv is None:
-        _gather_atoms(rows.kv, rows.row, column, barrier, tile)
-    else:
-        if rows.is_extra:
-            _gather_atoms(rows.extra_kv, rows.row, column, barrier, tile)
-        else:
-            _gather_atoms(rows.kv, rows.row, column, barrier, tile)
-
-
-@gluon.jit
-def _descriptor_rows(rows, slot):
-    """Rows of the cache's descriptor; −1, which is read as zeros, of invalid slots."""
-    if rows.PAGE == 0:
-        return slot
-    else:
-        page, in_page = split_slots(rows, slot)
-        row = page * (rows.page_chunks // rows.row_chunks) + in_page
-        return gl.where(slot >= 0, row, -1).to(gl.int32)
-
-
 @gluon.jit
 def _load_query(q, q_rope, token, head, smem, barriers):
     """Start to load the queries; zeros past the last head. Stage 1 is lent to the left half."""
@@ -191,24 +148,20 @@ def producer(q, q_rope, kv, extra_kv, work, tile, half, smem, barriers):
         block = blocks.first + index
         slot = valid_slots(work, blocks, block, ids)
         ids = load_ids(work, blocks, block + 1, ENTRIES)
-        is_extra = block >= blocks.main_blocks
-        row = _descriptor_rows(work.main, slot)
-        if work.HAS_EXTRA:
-            row = gl.where(is_extra, _descriptor_rows(work.extra, slot), row)
-        rows = Rows(kv, extra_kv, is_extra, row)
+        rows = listed_rows(kv, extra_kv, work, blocks, block, slot)
         if index == 1:
             mbarrier.wait(barriers.q_stored, 0)
         keys_full = barriers.keys_full.index(stage)
         mbarrier.wait(barriers.keys_empty.index(stage), phase)
         mbarrier.expect(keys_full, BLOCK * HALF * 2 + ROPE_BYTES)
         others = smem.keys.index(2 * stage + 1 - half)
-        _gather(rows, (1 - half) * HALF, keys_full, others)
+        gather(rows, (1 - half) * HALF, keys_full, others)
         if smem.rope is not None:
-            _gather(rows, 2 * HALF, keys_full, smem.rope.index(stage))
+            gather(rows, 2 * HALF, keys_full, smem.rope.index(stage))
         values_full = barriers.values_full.index(stage)
         mbarrier.wait(barriers.values_empty.index(stage), phase)
         mbarrier.expect(values_full, BLOCK * HALF * 2)
-        _gather(rows, half * HALF, values_full, smem.keys.index(2 * stage + half))
+        gather(rows, half * HALF, values_full, smem.keys.index(2 * stage + half))
         # P·V is complete, so this has passed; a commit says nothing of what the softmax warps read
         mbarrier.wait(barriers.probs_full.index(stage), phase)
         smem.validity.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
