@@ -17,8 +17,9 @@ from mlakit.dispatch.checks import UnsupportedError
 from mlakit.model import masks
 from mlakit.model.geometry import RowShape
 from mlakit.plan import EvenSplit, plan_context, plan_decode
-from mlakit.steps import CachedBatch, LayerWeights, StepPlan, plan_step
+from mlakit.steps import CachedBatch, StepPlan, plan_step
 from mlakit.tools.testing import assert_unchanged, snapshot
+from tests.spoiling import COLUMNS_FIRST, Edit, Wrong, WrongCalls, changed, of, part, rows
 from tests.steps.step_oracles import (
     BF16,
     E4M3,
@@ -70,188 +71,155 @@ def assert_refused_untouched(
 
 
 STALE = (12, 5, 17, 4, 1, 15)  # KV_LENS of the step before
-Change = Callable[[Tensor, Tensor, LayerWeights, CachedBatch], dict[str, Any]]
 
 
-def bad_page(batch: CachedBatch, page: int) -> CachedBatch:
+def bad_page(page: int) -> Edit:
     """A page of cached context, not of new tokens, that is none."""
-    assert isinstance(batch.page_table, Tensor)
-    table = batch.page_table.clone()
-    table[2, 1] = page
-    return replace(batch, page_table=table)
+    return Edit(lambda batch: replace(batch, page_table=changed(batch.page_table, (2, 1), page)))
 
 
 def other_pool(batch: CachedBatch, row: RowShape) -> CachedBatch:
     return replace(batch, cache=PagedLatentCache.allocate(row, num_pages=30, page_size=PAGE_SIZE))
 
 
-def strided(tensor: Tensor) -> Tensor:
-    """The same values, not contiguous along the last axis."""
-    return tensor.mT.contiguous().mT
-
-
-BOTH: dict[str, Change] = {
-    "q.shape[2] (D_N + D_R) must equal the geometry's qk_head_dim, 24, "
-    "got 23": lambda q, kv, w, b: {"q": q[..., :-1]},
-    "q.shape[1] (heads) must equal the geometry's num_heads, 3, got 2": lambda q, kv, w, b: {
-        "q": q[:, :2]
+BOTH: WrongCalls = {
+    "q.shape[2] (D_N + D_R) must equal the geometry's qk_head_dim, 24, got 23": {
+        "q": part[..., :-1]
     },
-    "q must be bfloat16, got float32": lambda q, kv, w, b: {"q": q.float()},
-    "q must be bfloat16 or float16 or float32, got float8_e4m3fn": lambda q, kv, w, b: {
-        "q": q.to(E4M3)
+    "q.shape[1] (heads) must equal the geometry's num_heads, 3, got 2": {"q": part[:, :2]},
+    "q must be bfloat16, got float32": {"q": of(torch.float32)},
+    "q must be bfloat16 or float16 or float32, got float8_e4m3fn": {"q": of(E4M3)},
+    "kv.shape[0] (tokens) must equal q.shape[0], 22, got 21": {"kv": part[1:]},
+    "kv.shape[1] (D_C + D_R) must equal the geometry's row width, 40, got 39": {"kv": part[:, 1:]},
+    "q must have a contiguous last axis, got strides (72, 1, 3)": {"q": COLUMNS_FIRST},
+    "kv must have a contiguous last axis, got strides (1, 22)": {"kv": COLUMNS_FIRST},
+    "weights must be LayerWeights, got UpProjection": {"weights": Edit(lambda t: t.up)},
+    "batch must be CachedBatch, got PagedLatentCache": {"batch": Edit(lambda t: t.cache)},
+    "layer must be below the cache's 2 layers, got 2": {
+        "batch": Edit(lambda b: replace(b, layer=2))
     },
-    "kv.shape[0] (tokens) must equal q.shape[0], 22, got 21": lambda q, kv, w, b: {"kv": kv[1:]},
-    "kv.shape[1] (D_C + D_R) must equal the geometry's row width, 40, got 39": lambda q, kv, w, b: {
-        "kv": kv[:, 1:]
-    },
-    "q must have a contiguous last axis, got strides (72, 1, 3)": lambda q, kv, w, b: {
-        "q": strided(q)
-    },
-    "kv must have a contiguous last axis, got strides (1, 22)": lambda q, kv, w, b: {
-        "kv": strided(kv)
-    },
-    "weights must be LayerWeights, got UpProjection": lambda q, kv, w, b: {"weights": w.up},
-    "batch must be CachedBatch, got PagedLatentCache": lambda q, kv, w, b: {"batch": b.cache},
-    "layer must be below the cache's 2 layers, got 2": lambda q, kv, w, b: {
-        "batch": replace(b, layer=2)
-    },
-    "cache must be a PagedLatentCache, got Tensor": lambda q, kv, w, b: {
-        "batch": replace(b, cache=b.cache.payload)
+    "cache must be a PagedLatentCache, got Tensor": {
+        "batch": Edit(lambda b: replace(b, cache=b.cache.payload))
     },
     "cache must have rows like the geometry's, "
     "RowShape(kv_lora_rank=32, qk_rope_head_dim=8, v_width=32), "
-    "got RowShape(kv_lora_rank=24, qk_rope_head_dim=16, v_width=24)": lambda q, kv, w, b: {
-        "batch": replace(other_pool(b, RowShape(24, 16)), layer=0)
+    "got RowShape(kv_lora_rank=24, qk_rope_head_dim=16, v_width=24)": {
+        "batch": Edit(lambda b: replace(other_pool(b, RowShape(24, 16)), layer=0))
     },
-    "page_table[2, 1] must be in [0, 18), got -1": lambda q, kv, w, b: {"batch": bad_page(b, -1)},
-    "page_table[2, 1] must be in [0, 18), got 18": lambda q, kv, w, b: {"batch": bad_page(b, 18)},
-    "kv_lens[1] must include the 5 new tokens of the request, got 0": lambda q, kv, w, b: {
-        "batch": replace(b, kv_lens=b.kv_lens - b.q_starts.diff())
+    "page_table[2, 1] must be in [0, 18), got -1": {"batch": bad_page(-1)},
+    "page_table[2, 1] must be in [0, 18), got 18": {"batch": bad_page(18)},
+    "kv_lens[1] must include the 5 new tokens of the request, got 0": {
+        "batch": Edit(lambda b: replace(b, kv_lens=b.kv_lens - b.q_starts.diff()))
     },
-    "kv_lens[0] must not exceed the 20 tokens its page table holds, got 52": lambda q, kv, w, b: {
-        "batch": replace(b, kv_lens=b.kv_lens + 40)
+    "kv_lens[0] must not exceed the 20 tokens its page table holds, got 52": {
+        "batch": Edit(lambda b: replace(b, kv_lens=b.kv_lens + 40))
     },
-    "q_starts.shape[0] (batch + 1) must equal one more than the batch, 7, "
-    "got 6": lambda q, kv, w, b: {"batch": replace(b, q_starts=b.q_starts[:-1])},
-    "freqs must have a row for position 17 of request 2, got 17 rows": lambda q, kv, w, b: {
-        "weights": replace(w, freqs=w.freqs[:17])
+    "q_starts.shape[0] (batch + 1) must equal one more than the batch, 7, got 6": {
+        "batch": Edit(lambda b: replace(b, q_starts=b.q_starts[:-1]))
     },
-    "out must be bfloat16, got float32": lambda q, kv, w, b: {"out": q[..., :24].float()},
-    "out.shape[2] (D_V) must equal the geometry's v_head_dim, 24, got 23": lambda q, kv, w, b: {
-        "out": q[..., :23]
+    "freqs must have a row for position 17 of request 2, got 17 rows": {
+        "weights": Edit(lambda t: replace(t, freqs=t.freqs[:17]))
     },
-    "out must be writable, got stride 0 on axis 0 (an expanded tensor)": lambda q, kv, w, b: {
-        "out": q[:1, :, :24].expand(22, 3, 24)
+    "out must be bfloat16, got float32": lambda a: {"out": a["q"][..., :24].float()},
+    "out.shape[2] (D_V) must equal the geometry's v_head_dim, 24, got 23": lambda a: {
+        "out": a["q"][..., :23]
     },
-    f"backend must be one of auto, {', '.join(selection.BACKENDS)}, "
-    "got 'fast'": lambda q, kv, w, b: {"backend": "fast"},
+    "out must be writable, got stride 0 on axis 0 (an expanded tensor)": lambda a: {
+        "out": a["q"][:1, :, :24].expand(22, 3, 24)
+    },
+    f"backend must be one of auto, {', '.join(selection.BACKENDS)}, got 'fast'": {
+        "backend": "fast"
+    },
 }
-PREFILL: dict[str, Change] = {
-    "mask must be a Mask, got str": lambda q, kv, w, b: {"mask": "causal"},
-    "plan must be ContextPlan, got str": lambda q, kv, w, b: {"plan": "x"},
-    f"plan must be made for kv_lens {KV_LENS} and q_lens {Q_LENS}, "
-    f"got {STALE} and {Q_LENS}": lambda q, kv, w, b: {"plan": plan_context(STALE, Q_LENS)},
-    "max_context_rows must be None if plan is given, got 4": lambda q, kv, w, b: {
+PREFILL: WrongCalls = {
+    "mask must be a Mask, got str": {"mask": "causal"},
+    "plan must be ContextPlan, got str": {"plan": "x"},
+    f"plan must be made for kv_lens {KV_LENS} and q_lens {Q_LENS}, got {STALE} and {Q_LENS}": {
+        "plan": plan_context(STALE, Q_LENS)
+    },
+    "max_context_rows must be None if plan is given, got 4": {
         "plan": plan_context(KV_LENS, Q_LENS),
         "max_context_rows": 4,
     },
-    "max_workspace_bytes must be at least 1, got 0": lambda q, kv, w, b: {"max_workspace_bytes": 0},
+    "max_workspace_bytes must be at least 1, got 0": {"max_workspace_bytes": 0},
 }
-DECODE: dict[str, Change] = {
-    "mask must be a Mask, got NoneType": lambda q, kv, w, b: {"mask": None},
-    "plan must be a DecodePlan, its tensors or an EvenSplit, got str": lambda q, kv, w, b: {
-        "plan": "x"
-    },
-    "plan must be made for a batch of 6, got 2": lambda q, kv, w, b: {
-        "plan": plan_decode((12, 5), num_ctas=2)
-    },
-    "plan must be made for this batch, got another batch size": lambda q, kv, w, b: {
+DECODE: WrongCalls = {
+    "mask must be a Mask, got NoneType": {"mask": None},
+    "plan must be a DecodePlan, its tensors or an EvenSplit, got str": {"plan": "x"},
+    "plan must be made for a batch of 6, got 2": {"plan": plan_decode((12, 5), num_ctas=2)},
+    "plan must be made for this batch, got another batch size": {
         "plan": plan_decode((12, 5), num_ctas=2).tensors()
     },
-    f"plan must be made for kv_lens {KV_LENS}, got {STALE}": lambda q, kv, w, b: {
+    f"plan must be made for kv_lens {KV_LENS}, got {STALE}": {
         "plan": plan_decode(STALE, num_ctas=2)
     },
-    "plan must be made for kv_lens[2] = 18 keys, got 9": lambda q, kv, w, b: {
+    "plan must be made for kv_lens[2] = 18 keys, got 9": {
         "plan": plan_decode((12, 5, 9, 4, 1, 15), num_ctas=2, tile=4).tensors()
     },
-    "topk_lens must be None without rows, got a tensor": lambda q, kv, w, b: {
-        "topk_lens": int32([1] * 22)
-    },
-    "rows.shape[0] (tokens) must equal q.shape[0], 22, got 21": lambda q, kv, w, b: {
-        "rows": int32([[1]] * 21)
-    },
-    "topk_lens[0] must not exceed the entries of rows, 1, got 2": lambda q, kv, w, b: {
+    "topk_lens must be None without rows, got a tensor": {"topk_lens": int32([1] * 22)},
+    "rows.shape[0] (tokens) must equal q.shape[0], 22, got 21": {"rows": int32([[1]] * 21)},
+    "topk_lens[0] must not exceed the entries of rows, 1, got 2": {
         "rows": int32([[1]] * 22),
         "topk_lens": int32([2] * 22),
     },
-    "mask must be left at its default with rows, "
-    "got Mask(kind='null', window=0)": lambda q, kv, w, b: {
+    "mask must be left at its default with rows, got Mask(kind='null', window=0)": {
         "rows": int32([[1]] * 22),
         "mask": masks.NULL,
     },
-    "plan must be an EvenSplit with rows, got a DecodePlan": lambda q, kv, w, b: {
+    "plan must be an EvenSplit with rows, got a DecodePlan": {
         "rows": int32([[1]] * 22),
         "plan": plan_decode(KV_LENS, num_ctas=2),
     },
 }
-STEP: dict[str, Change] = {
-    "plan must be StepPlan, got str": lambda q, kv, w, b: {"plan": "x"},
-    "decode_plan must be a DecodePlan, its tensors or an EvenSplit, got str": lambda q, kv, w, b: {
+STEP: WrongCalls = {
+    "plan must be StepPlan, got str": {"plan": "x"},
+    "decode_plan must be a DecodePlan, its tensors or an EvenSplit, got str": {
         "decode_threshold": 12,
         "decode_plan": "x",
     },
-    f"decode_plan must be made for kv_lens {KV_LENS}, got {STALE}": lambda q, kv, w, b: {
+    f"decode_plan must be made for kv_lens {KV_LENS}, got {STALE}": {
         "decode_threshold": 12,
         "decode_plan": plan_decode(STALE, num_ctas=2),
     },
     f"plan must be made for kv_lens {KV_LENS} and q_lens {Q_LENS}, "
-    f"got {KV_LENS} and (3, 5, 1, 1, 0, 12)": lambda q, kv, w, b: {
-        "plan": plan_step(KV_LENS, (3, 5, 1, 1, 0, 12))
-    },
-    "decode_threshold must be None if plan is given, got 4": lambda q, kv, w, b: {
+    f"got {KV_LENS} and (3, 5, 1, 1, 0, 12)": {"plan": plan_step(KV_LENS, (3, 5, 1, 1, 0, 12))},
+    "decode_threshold must be None if plan is given, got 4": {
         "plan": plan_step(KV_LENS, Q_LENS),
         "decode_threshold": 4,
     },
-    "max_context_rows must be None if plan is given, got 4": lambda q, kv, w, b: {
+    "max_context_rows must be None if plan is given, got 4": {
         "plan": plan_step(KV_LENS, Q_LENS),
         "max_context_rows": 4,
     },
-    "decode_plan must be None where a request prefills, got EvenSplit": lambda q, kv, w, b: {
+    "decode_plan must be None where a request prefills, got EvenSplit": {
         "decode_plan": EvenSplit(2)
     },
 }
+FLAT_PLAN = Wrong(
+    "plan must be an EvenSplit with rows, got a DecodePlan",
+    rows=int32([[1]] * 22),
+    plan=plan_decode(KV_LENS, num_ctas=2).tensors(),
+)
 REFUSALS = [
-    *((prefill_branch, *row) for row in (BOTH | PREFILL).items()),
-    *((decode_branch, *row) for row in (BOTH | DECODE).items()),
-    (
-        decode_branch,
-        "plan must be an EvenSplit with rows, got a DecodePlan",
-        lambda q, kv, w, b: {
-            "rows": int32([[1]] * 22),
-            "plan": plan_decode(KV_LENS, num_ctas=2).tensors(),
-        },
-    ),
-    *((mla_step, *row) for row in (BOTH | STEP).items()),
+    *((prefill_branch, wrong) for wrong in rows(BOTH | PREFILL)),
+    *((decode_branch, wrong) for wrong in (*rows(BOTH | DECODE), FLAT_PLAN)),
+    *((mla_step, wrong) for wrong in rows(BOTH | STEP)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("branch", "said", "change"),
-    REFUSALS,
-    ids=[f"{branch.__name__}-{said}" for branch, said, _ in REFUSALS],
-)
+@pytest.mark.parametrize(("branch", "wrong"), REFUSALS, ids=str)
 @on_cpu
-def test_a_wrong_step_is_refused_and_writes_nothing(branch, said, change):
+def test_a_wrong_step_is_refused_and_writes_nothing(branch, wrong):
     """Not even q is rotated: the call can be corrected and repeated."""
     q, kv, weights, batch = STEPS["bf16"].arguments()
-    changed = change(q, kv, weights, batch)
-    out = changed.get("out", torch.full((22, 3, 24), 7.0, dtype=BF16))
-    before = snapshot(q=q, kv=kv, payload=batch.cache.payload, out=out)
-    arguments = {"q": q, "kv": kv, "weights": weights, "batch": batch, "out": out, **changed}
+    arguments = {"q": q, "kv": kv, "weights": weights, "batch": batch}
+    arguments["out"] = torch.full((22, 3, 24), 7.0, dtype=BF16)
+    arguments |= wrong.of(arguments)
+    before = snapshot(q=q, kv=kv, payload=batch.cache.payload, out=arguments["out"])
     with pytest.raises((TypeError, ValueError)) as refusal:
         branch(**arguments)
     op, _, message = str(refusal.value).partition(": ")
-    assert message == said
+    assert message == wrong.message
     assert op in (branch.__name__, "batched_matmul")
     assert_unchanged(before)
 

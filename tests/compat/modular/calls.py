@@ -28,6 +28,7 @@ from mlakit.compat.modular import (
 )
 from mlakit.dispatch.checks import E4M3
 from mlakit.tools.testing import poison, shuffled_pages
+from tests.spoiling import Edit
 
 HEADS, RANK, ROPE, NOPE, VALUE = 2, 16, 4, 40, 40
 WIDTH = RANK + ROPE
@@ -327,13 +328,6 @@ def name_of(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
-@dataclass(frozen=True)
-class Edit:
-    """A change that depends on what was there."""
-
-    changed: Callable[[Any], Any]
-
-
 def at(index: Any, value: int) -> Edit:
     """Written in place: a cache that holds the tensor already sees it."""
 
@@ -342,25 +336,6 @@ def at(index: Any, value: int) -> Edit:
         return tensor
 
     return Edit(changed)
-
-
-def shortened(axis: int) -> Edit:
-    return Edit(lambda tensor: tensor.narrow(axis, 0, tensor.shape[axis] - 1).clone())
-
-
-def doubled(axis: int) -> Edit:
-    return Edit(lambda tensor: torch.cat([tensor, tensor], axis))
-
-
-def of(dtype: torch.dtype) -> Edit:
-    return Edit(lambda tensor: tensor.to(dtype))
-
-
-ON_META = Edit(lambda tensor: tensor.to("meta"))
-STRIDED = Edit(lambda tensor: torch.stack([tensor, tensor], dim=-1).flatten(-2)[..., ::2])
-EXPANDED = Edit(lambda tensor: tensor[:1].expand(tensor.shape))
-RANK_BELOW = Edit(lambda tensor: tensor[0])
-RANK_ABOVE = Edit(lambda tensor: tensor[None])
 
 
 def spoil(call: Call, changes: dict[str, Any]) -> Call:

@@ -23,7 +23,6 @@ from tests.compat.modular.calls import (
     PAGES,
     WRITERS,
     Call,
-    Edit,
     Make,
     causal,
     collection,
@@ -45,6 +44,7 @@ from tests.compat.modular.scaled_calls import SCALED_MAKERS, SCALED_WRITERS
 from tests.compat.modular.wrong_attention_calls import WRONG_ATTENTION_CALLS
 from tests.compat.modular.wrong_cache_calls import WRONG_CACHE_CALLS
 from tests.compat.modular.wrong_scaled_calls import WRONG_SCALED_CALLS
+from tests.spoiling import Edit
 
 HOUSE_FORM = re.compile(r"\S.* must \S.*, got \S.*")
 

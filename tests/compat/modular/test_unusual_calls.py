@@ -29,7 +29,6 @@ from tests.compat.modular.calls import (
     WIDTH,
     WRITERS,
     Call,
-    Edit,
     Make,
     contiguous_decode,
     fused,
@@ -42,7 +41,6 @@ from tests.compat.modular.calls import (
     ragged_decode,
     rope_aware_decode,
     row_offsets,
-    shortened,
     sparse,
     spoil,
 )
@@ -53,6 +51,7 @@ from tests.compat.modular.scaled_calls import (
     group_prefill,
     rope_aware_prefill,
 )
+from tests.spoiling import Edit, shortened
 
 
 def written_by(call: Call) -> dict[str, Tensor]:

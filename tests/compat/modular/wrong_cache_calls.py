@@ -6,27 +6,18 @@ import torch
 
 from mlakit.dispatch.checks import E4M3
 from tests.compat.modular.calls import (
-    EXPANDED,
     INT_MAX,
-    ON_META,
     PAGES,
-    RANK_ABOVE,
-    RANK_BELOW,
-    STRIDED,
-    Edit,
     Make,
     at,
     cache_parts,
     collection,
-    doubled,
     drawn,
     fused,
     fused_kernel,
     int32,
     key_cache,
-    of,
     prefill,
-    shortened,
 )
 from tests.compat.modular.wrong_calls import (
     A_COLLECTION,
@@ -40,9 +31,20 @@ from tests.compat.modular.wrong_calls import (
     SCALES,
     STRIDE_0,
     TABLE_OF_ZEROS,
-    Wrong,
     a_layer,
     an_output,
+)
+from tests.spoiling import (
+    EXPANDED,
+    ON_META,
+    RANK_ABOVE,
+    RANK_BELOW,
+    STRIDED,
+    Edit,
+    Wrong,
+    doubled,
+    of,
+    shortened,
 )
 
 

@@ -6,41 +6,11 @@ come of it (... stands for any text).
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import torch
 
 from mlakit.compat.modular import KVCollection
-from tests.compat.modular.calls import (
-    EXPANDED,
-    KEYS,
-    LAYER,
-    LAYERS,
-    ON_META,
-    PAGE,
-    PAGES,
-    RANK_BELOW,
-    STRIDED,
-    Call,
-    cache_parts,
-    of,
-    shortened,
-)
-
-
-class Wrong:
-    """One wrong call: what it changes, and the message of its ValueError, or other if it says."""
-
-    def __init__(self, message: str, **changes: Any) -> None:
-        kind, _, text = message.rpartition("Error: ")
-        self.error = {"": ValueError, "Type": TypeError}[kind]
-        self.message = text
-        self.changes = changes
-
-    def pattern(self, function: str) -> str:
-        return re.escape(f"{function}: {self.message}").replace(r"\.\.\.", ".*")
-
+from tests.compat.modular.calls import KEYS, LAYER, LAYERS, PAGE, PAGES, Call, cache_parts
+from tests.spoiling import EXPANDED, ON_META, RANK_BELOW, STRIDED, Wrong, of, shortened
 
 NO_DATA = "must be on a device that holds data, got a meta tensor"
 LAST_AXIS = "must have a contiguous last axis, got strides"

@@ -6,19 +6,13 @@ import torch
 
 from mlakit.dispatch.checks import E4M3
 from tests.compat.modular.calls import (
-    EXPANDED,
     LAYERS,
-    ON_META,
     PAGE,
     PAGES,
-    RANK_BELOW,
     TOKENS,
     Make,
     at,
-    doubled,
-    of,
     scaled_collection,
-    shortened,
     sparse,
     unwritten,
 )
@@ -34,14 +28,8 @@ from tests.compat.modular.scaled_calls import (
     row_decode,
     row_fused,
 )
-from tests.compat.modular.wrong_calls import (
-    A_PAGE,
-    NO_DATA,
-    SCALES,
-    STRIDE_0,
-    TABLE_OF_ZEROS,
-    Wrong,
-)
+from tests.compat.modular.wrong_calls import A_PAGE, NO_DATA, SCALES, STRIDE_0, TABLE_OF_ZEROS
+from tests.spoiling import EXPANDED, ON_META, RANK_BELOW, Wrong, doubled, of, shortened
 
 
 def own_pages() -> list[Wrong]:

@@ -14,9 +14,9 @@ from tests.ops.wrong_calls import (
     prefill,
     sparse,
 )
-from tests.ops.wrong_calls.spoiling import WrongCalls
+from tests.ops.wrong_calls.spoiling import CallTables
 
-WRONG: WrongCalls = {
+WRONG: CallTables = {
     **append_rows.WRONG,
     **compress_rows.WRONG,
     **decode.WRONG,
