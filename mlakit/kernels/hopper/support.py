@@ -105,8 +105,7 @@ def _needs_format(*formats: str) -> Callable[[Problem], str | None]:
 
 
 def _needs_fp8_query(problem: Problem) -> str | None:
-    # fp8_block128 has four scales per row, which one FP8 accumulation over a row cannot apply
-    refusal = _needs_format("fp8", "fp8_token")(problem)
+    refusal = _needs_format(*_FP8_FORMATS)(problem)
     if refusal is None and problem.dtype != E4M3:
         refusal = f"needs queries of {E4M3}, got {problem.dtype}"
     return refusal
@@ -136,6 +135,12 @@ def _why_slower_m64(problem: Problem) -> str | None:
             f"is for more than {most} blocks of {SMALL_M_HEADS} heads x {BLOCK} keys, got {blocks}"
         )
     return None
+
+
+def _why_slower_m64_fp8_qk(problem: Problem) -> str | None:
+    if _stored(problem) == "fp8_block128":
+        return f"has not been timed on a GPU with rows of {problem.format}"
+    return _why_slower_m64(problem)
 
 
 def _why_not_indexer_logits(problem: Problem) -> str | None:
@@ -283,7 +288,7 @@ def _decode(
 
 SPECS = (
     _decode("m64_bf16", _needs_format("bf16", "fp16"), _why_slower_m64),
-    _decode("m64_fp8_qk", _needs_fp8_query, _why_slower_m64),
+    _decode("m64_fp8_qk", _needs_fp8_query, _why_slower_m64_fp8_qk),
     _decode("m64_fp8_kv", _why_not_m64_fp8_kv, _why_slower_m64),
     _decode("small_m_bf16", _needs_format("bf16", "fp16")),
     _decode("small_m_fp8_kv", _needs_format(*_FP8_FORMATS)),

@@ -170,7 +170,7 @@ def _kernel_of(configuration: str, arch: int, ops: Collection[str]) -> str:
     if case.op not in ops or is_amd(arch):
         return ""
     with compiling(_target(arch)):
-        return f"{backend}:{kernel_of(case, 'cpu', backend)}"
+        return f"{backend.partition(':')[0]}:{kernel_of(case, 'cpu', backend)}"
 
 
 def _target(arch: int) -> Target:

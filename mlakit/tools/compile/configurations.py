@@ -5,7 +5,7 @@ Each is a case of `mlakit.tools.workloads` with the dimensions of a real model.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from mlakit.dispatch.architectures import AMD
 from mlakit.dispatch.names import Backend
@@ -186,6 +186,7 @@ MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}
 EXTERNAL_PLAN = {"page_size": 128, "num_ctas": 3, "tile": 16}
 E4M3_QUERY: dict[str, Any] = {"dtype": "e4m3", "q_scaled": True}
 E4M3_QUERY_BF16_ROPE = {**E4M3_QUERY, "q_rope_dtype": "bf16"}
+GROUPED_FP8_QK = "m64_fp8_qk-fp8_block128"
 # of Gluon kernels, for one architecture only: name, format, heads and what differs
 HOPPER_DECODES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("h128-bf16", "bf16", 128, MUCH_WORK),
@@ -232,6 +233,16 @@ HOPPER_DECODES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
             ),
         )
         if format not in others
+    ),
+    *(
+        (f"{GROUPED_FP8_QK}{name}", "fp8_block128", heads, {**MUCH_WORK, **more})
+        for name, heads, more in (
+            ("", 128, E4M3_QUERY),
+            ("-page8", 100, {"dtype": "e4m3", "page_size": 8, "sink": "finite"}),
+            ("-page1", 128, {**E4M3_QUERY, "page_size": 1}),
+            ("-external-plan", 64, {"dtype": "e4m3", **EXTERNAL_PLAN}),
+            ("-bf16-rope", 128, E4M3_QUERY_BF16_ROPE),
+        )
     ),
     ("m64-fp8-fp16-q", "fp8", 128, {"dtype": "fp16", **MUCH_WORK}),
     ("m64-fp8_token-e4m3-q-bf16-rope", "fp8_token", 128, {**E4M3_QUERY_BF16_ROPE, **MUCH_WORK}),
@@ -465,8 +476,15 @@ def _specialised_checks() -> list[tuple[str, int]]:
 
 
 def configured(name: str) -> tuple[Backend, Case]:
-    """The backend and the case of a configuration."""
+    """The backend and the case of a configuration, or the kernel where only its name selects it."""
+    if name.startswith(f"hopper-decode-{GROUPED_FP8_QK}"):
+        return cast("Backend", "hopper:m64_fp8_qk"), HOPPER[name]
     for backend, (_, cases) in SPECIALISED.items():
         if name in cases:
             return backend, cases[name]
     return "triton", CONFIGURATIONS[name]
+
+
+def archs_of(backend: Backend) -> tuple[int, ...]:
+    """The architectures of a specialised backend, or of a kernel of one."""
+    return SPECIALISED[cast("Backend", backend.partition(":")[0])][0]

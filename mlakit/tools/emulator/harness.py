@@ -19,7 +19,7 @@ from mlakit.tools.compile.configurations import (
     BLACKWELL,
     HOPPER,
     MUCH_WORK,
-    SPECIALISED,
+    archs_of,
     configured,
 )
 from mlakit.tools.emulator.faults import Fault
@@ -78,7 +78,7 @@ def configuration(name: str) -> Configuration:
     if name not in CONFIGURATIONS:
         raise ValueError(f"NAME must be a configuration, as --list shows them, got {name!r}")
     case, backend = CONFIGURATIONS[name], configured(name)[0]
-    num_sms = WHOLE_GPU[SPECIALISED[backend][0][0]]
+    num_sms = WHOLE_GPU[archs_of(backend)[0]]
     if getattr(case, "kv_lens", None) == MUCH_WORK["kv_lens"]:
         case, num_sms = replace(case, **LESS_WORK), NUM_SMS
     return Configuration(case, num_sms, backend)
@@ -123,7 +123,7 @@ def run_trial(
         steps.append(Step(who, what))
 
     kind = message = ""
-    arch = SPECIALISED[backend][0][0]
+    arch = archs_of(backend)[0]
     settings: dict[str, Any] = {
         "arch": arch,
         "seed": seed,

@@ -113,7 +113,7 @@ class DecodeCase(AbsorbedCase):
         )
 
     def rounds_rows(self, pool: Pool, page_table: PageTable, backend: str) -> bool:
-        """Whether this call may use the kernel `m64_fp8_kv`, with rows that it rounds.
+        """Whether this call may use an m64 kernel, with rows that it rounds.
 
         With little work another kernel is chosen, which does not, unless its choice must not depend
         on the batch.
@@ -136,7 +136,7 @@ class DecodeCase(AbsorbedCase):
             ),
             is_batch_invariant=self.is_batch_invariant,
         )
-        return selection.select(self.op, problem, backend).name == fp16_rows.KERNEL
+        return selection.select(self.op, problem, backend).name in fp16_rows.KERNELS
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -318,8 +318,10 @@ class DecodeCase(AbsorbedCase):
         weights = weights_dtype(results[0], torch.float32)
         rows = rank.rows
         if rounds:
+            parts = 1 if is_fp8_qk else 2
             rows = [
-                fp16_rows.rounded_rows(*each) for each in zip(rows, rank.row_scales, strict=True)
+                fp16_rows.rounded_rows(each, scales, parts)
+                for each, scales in zip(rows, rank.row_scales, strict=True)
             ]
         naive = self._oracle(query, rows, rank.positions, sink, torch.float32, products, weights)
         for name, result in zip(("out", "lse"), results, strict=True):

@@ -3,7 +3,8 @@
 The kernels `m64_fp8_kv` of `mla_decode` and `sparse_mla` round the product of a value and its scale
 to float16, and have the scale as the sum of two float16. A float32 run over exact rows is too
 precise to be their naive run, and so is one over rows that are rounded once: a scale that is within
-2**-22 of a tie rounds all its values with the same mantissa the other way.
+2**-22 of a tie rounds all its values with the same mantissa the other way. `m64_fp8_qk` has the
+scale as one float16.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mlakit.model.geometry import RowShape
 
 ROW = RowShape(512, 64)
 TRAITS = row_codec("fp8_block128", ROW).traits
-KERNEL = "hopper:m64_fp8_kv"
+KERNELS = ("hopper:m64_fp8_kv", "hopper:m64_fp8_qk")
 HOPPER_ARCH = 90
 MAX_EXACT_HEADS = 32  # up to these `small_m_fp8_kv` multiplies scores and probabilities instead
 BITS = 11  # of float16, the leading one among them
@@ -33,7 +34,7 @@ def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) 
     if not holds_scales(format) or device_facts(device) != ("cuda", HOPPER_ARCH):
         return False
     is_chosen = backend in ("auto", "hopper") and heads > MAX_EXACT_HEADS
-    return is_chosen or backend == KERNEL
+    return is_chosen or backend in KERNELS
 
 
 def block_scales(payload: Tensor) -> Tensor:
@@ -42,14 +43,17 @@ def block_scales(payload: Tensor) -> Tensor:
     return scales.view(torch.float32).double()
 
 
-def rounded_rows(rows: Tensor, scales: Tensor) -> Tensor:
+def rounded_rows(rows: Tensor, scales: Tensor, parts: int = 2) -> Tensor:
     """`rows` float64 [..., width], whose latent columns are products of e4m3 and `scales`, rounded
-    to the bits of float16, not to its range."""
+    to the bits of float16, not to its range.
+
+    parts  float16 whose sum is a scale, 1 or 2
+    """
     latent = ROW.kv_lora_rank
     columns = rows[..., :latent]
     scale = scales.repeat_interleave(latent // scales.shape[-1], -1)
     large = _rounded(scale)
-    small = _rounded(scale - large)
+    small = _rounded(scale - large) if parts == 2 else torch.zeros_like(scale)
     values = columns / torch.where(scale == 0, 1.0, scale)
     products = _rounded(values * large + _rounded(values * small))
     products = torch.where(columns.isfinite(), products, columns)

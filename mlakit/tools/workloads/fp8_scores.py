@@ -39,12 +39,14 @@ def uses_fp8_qk(
 def fp8_qk_scores(
     q: Tensor,  # [n, width] as stored
     rows: Tensor,  # [keys, width] dequantised
-    row_scales: Tensor,  # [keys] the scale of each row
+    row_scales: Tensor,  # [keys] the scale of each row, or [keys, groups]
     row: RowShape,
     format: str,
 ) -> Tensor:
     """float32 [n, keys]: q · row, without the scale of the query."""
     latent, rope = row.kv_lora_rank, row.qk_rope_head_dim
+    if row_scales.ndim == 2:
+        return _grouped_scores(q, rows, row_scales, latent)
     stored = torch.where(row_scales == 0, 0.0, rows.T / row_scales).T
     if format != "fp8_token":  # the kernel adds the rope columns first
         order = torch.arange(latent + rope, device=q.device).roll(rope)
@@ -53,6 +55,28 @@ def fp8_qk_scores(
         rotated = q[:, latent:].float() @ stored[:, latent:].float().T
         sums = fp8_mma(q[:, :latent], stored[:, :latent], rotated)
     return sums * row_scales.float()
+
+
+def _grouped_scores(q: Tensor, rows: Tensor, scales: Tensor, latent: int) -> Tensor:
+    """`fp8_qk_scores` of rows with a scale per group of columns.
+
+    The sum so far is divided by a group's scale before the group's products are added to it, and
+    multiplied by the last scale in the end. Scales count as at least 2**-24 of a power of two
+    """
+    groups = scales.shape[1]
+    width = latent // groups
+    power = torch.ldexp(torch.ones_like(scales[:, 0]), torch.frexp(scales.amax(1)).exponent - 7)
+    divisors = torch.maximum(scales, power[:, None] * 2.0**-24)
+    divisors = torch.where(divisors == 0, 1.0, divisors)
+    sums = q[:, latent:].float() @ rows[:, latent:].float().T
+    before = torch.ones_like(power)
+    for group in range(groups):
+        columns = slice(group * width, (group + 1) * width)
+        scale, divisor = scales[:, group], divisors[:, group]
+        stored = torch.where(scale == 0, 0.0, rows[:, columns].T / scale).T
+        sums = fp8_mma(q[:, columns], stored, sums * (before / divisor).float())
+        before = divisor
+    return sums * before.float()
 
 
 def uses_fp8_logits(

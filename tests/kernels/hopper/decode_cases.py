@@ -52,11 +52,13 @@ def kernel_for(heads: int, format: str = "bf16", dtype: str = "bf16", *, m64: bo
     return "hopper:m64_bf16"
 
 
-def run(*, m64: bool = True, **fields: object) -> None:
-    """More than 32 heads go to an m64 kernel, by its name, or without `m64` to a small_m kernel."""
+def run(*, m64: bool = True, kernel: str = "", **fields: object) -> None:
+    """More than 32 heads go to an m64 kernel, by its name, or without `m64` to a small_m kernel;
+    or all to `kernel`."""
     case = DecodeCase(**{**ROW, "page_size": 64, "heads": 16, **fields})
     trial = case.trial("cuda")
-    trial.check(trial.call(kernel_for(case.heads, case.format, case.dtype, m64=m64)))
+    kernel = kernel or kernel_for(case.heads, case.format, case.dtype, m64=m64)
+    trial.check(trial.call(kernel))
 
 
 def around_pages(page_size: int) -> dict[str, tuple[int, ...]]:

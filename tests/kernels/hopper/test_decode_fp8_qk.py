@@ -95,6 +95,38 @@ def test_fp8_qk_with_bf16_q_rope(heads, format, q_scaled):
     run(**lengths, **queries, heads=heads, format=format, sink="finite")
 
 
+BY_NAME = {"kernel": "hopper:m64_fp8_qk", "format": "fp8_block128", **FP8_QK}
+
+
+@pytest.mark.gpu
+@pairwise(lengths=LENGTHS, heads=[1, 33, 64, 128])
+def test_fp8_products_with_a_scale_per_tile(lengths, heads):
+    kv_lens, q_lens = lengths
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, **BY_NAME)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 3, 8, 32, 96])
+def test_fp8_products_with_a_scale_per_tile_and_page_sizes_not_of_64(page_size):
+    run(heads=128, **BY_NAME, **around_pages(page_size))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"q_rope_dtype": "bf16"},
+        {"q_scaled": False, "sink": "mixed", "sharpness": -2.0, "mask": "null"},
+        {"num_ctas": 3, "tile": 16},
+        {"sharpness": 30.0, "tensor_scale": 1.0},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_fp8_products_with_a_scale_per_tile_and_other_arguments(fields):
+    given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), "heads": 128}
+    run(**{**given, **BY_NAME, **fields})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", fp8_scores.FORMATS)
 def test_m64_fp8_qk_scores_are_accumulated_as_the_hardware_does(format):

@@ -47,6 +47,14 @@ def test_products_are_those_of_float16_at_any_magnitude():
         assert torch.equal(rounded_rows(stored * power, scales * power)[:, :512], want * power)
 
 
+def test_a_scale_of_one_float16_is_rounded_to_it():
+    stored, scales = written()
+    scale = (2.0**13 * scales).repeat_interleave(128, -1)
+    values = stored[:, :512] * 2.0**13 / scale
+    want = (values * scale.half().double()).half().double() / 2.0**13
+    assert torch.equal(rounded_rows(stored, scales, parts=1)[:, :512], want)
+
+
 def test_scales_that_are_powers_of_two_round_nothing():
     stored, scales = written()
     powers = scales.log2().round().exp2()
@@ -76,13 +84,14 @@ def test_what_the_docs_say_of_the_error_of_a_score():
     assert 0.0016 < bf16.square().mean().sqrt() < 0.0032
 
 
-def test_only_the_kernel_of_64_heads_rounds():
+def test_only_kernels_of_64_heads_round():
     problem = {"format": "fp8_block128", "heads": 128}
     device = torch.device("cpu")
     with pretending(90):
         assert rounds_rows(device, "auto", **problem)
         assert rounds_rows(device, "hopper", **problem)
-        assert rounds_rows(device, "hopper:m64_fp8_kv", **{**problem, "heads": 8})
+        for kernel in ("hopper:m64_fp8_kv", "hopper:m64_fp8_qk"):
+            assert rounds_rows(device, kernel, **{**problem, "heads": 8})
         assert not rounds_rows(device, "hopper:small_m_fp8_kv", **problem)
         assert not rounds_rows(device, "triton", **problem)
         for other in ({"format": "fp8_token"}, {"heads": 32}):

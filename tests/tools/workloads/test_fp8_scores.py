@@ -49,6 +49,24 @@ def test_scores_lose_what_the_hardware_does_not_keep(format):
     assert 2.0**-20 < error.max() < 2.0**-11
 
 
+@pytest.mark.parametrize("zero", [None, 0, 3])
+def test_rows_with_four_scales(zero):
+    """As exact as rows with one, whichever scale is 0 or far below the largest."""
+    own = torch.Generator().manual_seed(0)
+    values = torch.randn(40, 4, 128, generator=own).to(E4M3).double()
+    scales = 2.0 ** torch.randint(-40, 4, (40, 4), generator=own).double()
+    if zero is not None:
+        scales[:, zero] = 0.0
+    rope = torch.randn(40, 64, generator=own).double()
+    rows = torch.cat([(values * scales[..., None]).flatten(1), rope], 1)
+    q = torch.randn(16, 576, generator=own).to(E4M3).double()
+    got = fp8_scores.fp8_qk_scores(q, rows, scales, ROW, "fp8_block128")
+    error = (got - q @ rows.T).abs() / (q.norm(dim=-1)[:, None] * rows.norm(dim=-1))
+    assert 2.0**-20 < error.max() < 2.0**-11
+    unsummed = fp8_scores.fp8_qk_scores(q, rows[:7], scales[:7], ROW, "fp8_block128")
+    assert torch.equal(unsummed, got[:, :7])
+
+
 @pytest.mark.slow
 def test_what_the_docs_say_of_the_error_of_a_score():
     """Normal numbers, DeepSeek's softmax scale, rows with their own scales."""

@@ -170,10 +170,16 @@ class M64Fp8QkConfig(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def m64_fp8_qk_config(*, rope_bytes: int, copied_bytes: int, is_gathered: bool) -> M64Fp8QkConfig:
+def m64_fp8_qk_config(
+    format: FormatTraits, *, rope_bytes: int, copied_bytes: int, is_gathered: bool
+) -> M64Fp8QkConfig:
     """Return the config with the most blocks that fit in shared memory beside FP8 queries, their
     rotated columns as a 16-bit type, and two stages of probabilities."""
     converted = BLOCK * D_R * 2
     room = SMEM_BYTES - copied_bytes - converted - 2 * BLOCK * BLOCK * 2 - OTHER_SMEM_BYTES
+    if format.SCALED_BY == "group":
+        # four float16 and five float32 of each row
+        stages = room // (BLOCK * D_C + rope_bytes + BLOCK * (4 * 2 + 5 * 4))
+        return M64Fp8QkConfig(stages, *((184, 104, 40) if is_gathered else (176, 112, 48)), 128)
     stages = room // (BLOCK * D_C + rope_bytes)
     return M64Fp8QkConfig(stages, *((176, 104, 48) if is_gathered else (184, 112, 32)), 128)

@@ -285,7 +285,7 @@ def _cache_arguments(
     rope_bytes = BLOCK * kv_rope.block_shape[1] * kv_rope.base.element_size()
     if kernel == "m64_fp8_qk":
         config = m64_fp8_qk_config(
-            rope_bytes=rope_bytes, copied_bytes=copied_bytes, is_gathered=is_gathered
+            format, rope_bytes=rope_bytes, copied_bytes=copied_bytes, is_gathered=is_gathered
         )
     else:
         config = small_m_fp8_kv_config(

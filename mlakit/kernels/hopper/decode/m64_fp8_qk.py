@@ -2,6 +2,10 @@
 
 Formats    fp8           one scale for the tensor: part of the softmax's scale, and of the result's
            fp8_token     a scale per row: multiplies scores and probabilities
+           fp8_block128  a scale per tile of 128 columns of a row: a power of two of the row, which
+                         multiplies scores and probabilities, and factors. Before the products of a
+                         tile are added to scores, these are divided by its factor and multiplied
+                         by that of the tile before; values are multiplied by theirs
            Queries have a scale per token, which multiplies scores; with rows of fp8_token their
            rotated columns may be bf16
 Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @ c
@@ -28,7 +32,9 @@ Memory     all of shared memory, four blocks of it in flight; all registers
 Limits     D_C = 512, D_R = 64; any page size, by TMA or by a gather producer (`paged_loads`)
 Numbers    scores are accumulated as tensor cores accumulate FP8 products
            (`reference.hopper_fp8_mma`). P, times the row's scale, is rounded to float16, values are
-           exact. Rows past a query's last key and their scales are zeros, for 0 · NaN is NaN
+           exact, but for fp8_block128: factors, and values times factors, are rounded to float16,
+           and in scores a factor counts as 2**-30 of its row's largest at least. Rows past a
+           query's last key and their scales are zeros, for 0 · NaN is NaN
 Lineage    own design; ideas: swapped operands for PV, FP8 converted in registers
 """
 
@@ -84,6 +90,7 @@ from mlakit.kernels.hopper.device.primitives import (
     alloc_barriers,
 )
 from mlakit.kernels.hopper.device.row_scales import (
+    GROUPS,
     RowScales,
     alloc_scale_stages,
     apply_tensor_scale,
@@ -95,7 +102,9 @@ OWN_TILES = gl.constexpr(2)  # of latent columns, of a PV warpgroup
 
 
 @gluon.jit
-def _alloc_pipelines(STAGES: gl.constexpr, inputs, HAS_ROW_SCALES: gl.constexpr):
+def _alloc_pipelines(
+    STAGES: gl.constexpr, inputs, HAS_ROW_SCALES: gl.constexpr, IS_GROUPED: gl.constexpr
+):
     """Allocate tiles with the type and layout of the cache's descriptors."""
     kv, kv_rope = inputs.kv, inputs.kv_rope
     latent = gl.allocate_shared_memory(
@@ -104,7 +113,7 @@ def _alloc_pipelines(STAGES: gl.constexpr, inputs, HAS_ROW_SCALES: gl.constexpr)
     rope = gl.allocate_shared_memory(
         kv_rope.dtype, [STAGES, 64, kv_rope.block_shape[1]], kv_rope.layout
     )
-    scales = alloc_scale_stages(STAGES, 1)
+    scales = alloc_scale_stages(STAGES, 1, IS_GROUPED)
     min_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 1], SMEM_VECTOR)
     ARRIVALS: gl.constexpr = producer_arrivals(inputs.words) + (1 if HAS_ROW_SCALES else 0)
     full = alloc_barriers(STAGES, ARRIVALS)
@@ -115,15 +124,22 @@ def _alloc_pipelines(STAGES: gl.constexpr, inputs, HAS_ROW_SCALES: gl.constexpr)
 
 
 @gluon.jit
-def _read_values(latent, stage, d, chunk: gl.constexpr, num_valid):
+def _read_values(pipelines, stage, d, chunk: gl.constexpr, num_valid):
     """Return float16 [D_TILE, KEY_CHUNK] of a tile of a block's values."""
-    tile = latent.tiles.index(stage * D_TILES + d).slice(chunk * KEY_CHUNK, KEY_CHUNK, 0)
-    return load_values(tile, num_valid - chunk * KEY_CHUNK, ACC)
+    tile = pipelines.latent.tiles.index(stage * D_TILES + d)
+    tile = tile.slice(chunk * KEY_CHUNK, KEY_CHUNK, 0)
+    values = load_values(tile, num_valid - chunk * KEY_CHUNK, ACC)
+    groups = pipelines.scales.groups
+    if groups is not None:
+        factors = groups.factors.index(stage * GROUPS + d).slice(chunk * KEY_CHUNK, KEY_CHUNK, 0)
+        values *= gl.expand_dims(factors.load(gl.SliceLayout(0, values.type.layout)), 0)
+    return values
 
 
 @gluon.jit
-def _pv(prob_stages, fill, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr):
+def _pv(prob_stages, fill, pipelines, stage, phase, acc, num_valid, FIRST: gl.constexpr):
     """acc · rescale + Vᵀ·Pᵀ of a block whose first `num_valid` keys exist; releases its stage."""
+    latent = pipelines.latent
     prob_stage, prob_phase = two_stages(fill)
     mbarrier.wait(prob_stages.full.index(prob_stage), prob_phase)
     first, second = acc
@@ -135,7 +151,7 @@ def _pv(prob_stages, fill, latent, stage, phase, acc, num_valid, FIRST: gl.const
         second *= rescale
     acc = first, second
     mbarrier.wait(latent.full.index(stage), phase)
-    values = _read_values(latent, stage, FIRST, 0, num_valid)
+    values = _read_values(pipelines, stage, FIRST, 0, num_valid)
     done = ()
     for d in gl.static_range(OWN_TILES):
         tile_acc = acc[d]
@@ -144,9 +160,9 @@ def _pv(prob_stages, fill, latent, stage, phase, acc, num_valid, FIRST: gl.const
             pending = warpgroup_mma(values, probs, tile_acc, is_async=True)
             next_values = values
             if chunk + 1 < KEY_CHUNKS:
-                next_values = _read_values(latent, stage, FIRST + d, chunk + 1, num_valid)
+                next_values = _read_values(pipelines, stage, FIRST + d, chunk + 1, num_valid)
             elif d + 1 < OWN_TILES:
-                next_values = _read_values(latent, stage, FIRST + d + 1, 0, num_valid)
+                next_values = _read_values(pipelines, stage, FIRST + d + 1, 0, num_valid)
             tile_acc, values = warpgroup_mma_wait(0, deps=(pending, values))
             values = next_values
         done += (tile_acc,)
@@ -169,7 +185,7 @@ def _pv_warpgroup(
         acc = (zeros, zeros)
         for block in range(keys.first_block, keys.end_block):
             num_valid = keys.end - block * 64
-            acc = _pv(prob_stages, blocks_done, latent, stage, phase, acc, num_valid, FIRST)
+            acc = _pv(prob_stages, blocks_done, pipelines, stage, phase, acc, num_valid, FIRST)
             stage, phase = next_stage(latent, stage, phase)
             blocks_done += 1
         mbarrier.wait(prob_stages.out_scale_full, tiles_done & 1)
@@ -215,7 +231,8 @@ def mla_decode_m64_fp8_qk_kernel(
         schedule.head_tiles,
     )
     HAS_ROW_SCALES: gl.constexpr = kv_scales.row_scales is not None
-    pipelines = _alloc_pipelines(CONFIG.STAGES, inputs, HAS_ROW_SCALES)
+    IS_GROUPED: gl.constexpr = TRAITS.FORMAT.SCALED_BY == "group"
+    pipelines = _alloc_pipelines(CONFIG.STAGES, inputs, HAS_ROW_SCALES, IS_GROUPED)
     query = Query(
         gl.allocate_shared_memory(q.dtype, [D_TILES, 64, q.block_shape[1]], q.layout),
         gl.allocate_shared_memory(q_rope.dtype, [1, 64, q_rope.block_shape[1]], q_rope.layout),
@@ -240,7 +257,7 @@ def mla_decode_m64_fp8_qk_kernel(
         first=kv_scales.row_scales,
         stride_page=kv_scales.stride_page,
         stride_row=kv_scales.stride_row,
-        COUNT=1,
+        COUNT=GROUPS if IS_GROUPED else 1,
         WARPS=WARPS,
     )
     item, index = first_tile(scheduler, schedule)

@@ -46,7 +46,7 @@ from mlakit.kernels.hopper.device.primitives import (
     opaque_zero,
     smem_layout,
 )
-from mlakit.kernels.hopper.device.row_scales import load_q_scale
+from mlakit.kernels.hopper.device.row_scales import GROUPS, load_q_scale
 from mlakit.kernels.hopper.device.softmax import (
     INITIAL_ROW_MAX,
     PROB_SCALE,
@@ -146,7 +146,15 @@ def _issue_rope(operands, pipelines, stage):
 
 @gluon.jit
 def _issue_tile(operands, pipelines, stage, d: gl.constexpr, qk):
-    """Accumulate QK of tile `d` of the latent columns."""
+    """Accumulate QK of tile `d` of the latent columns.
+
+    Where a row has a scale per tile, what is summed so far is divided by this tile's scale first.
+    """
+    groups = pipelines.scales.groups
+    if groups is not None:
+        qk = warpgroup_mma_wait(0, deps=(qk,))
+        step = groups.steps.index(stage * (GROUPS + 1) + d).load(gl.SliceLayout(0, SCORES))
+        qk *= gl.expand_dims(step, 0)
     keys = _as_fp8(pipelines.latent.tiles.index(stage * D_TILES + d)).permute((1, 0))
     q = _as_fp8(operands.query.latent.index(opaque_zero() + d))
     return warpgroup_mma(q, keys, qk, is_async=True)
@@ -237,6 +245,9 @@ def _softmax_block(
     scale_log2 = gl.maximum(operands.logits.scale, SMALLEST_SCALE)
     logits = Logits(scale_log2, operands.logits.TRAITS)
     scales = pipelines.scales.values.index(stage)
+    score_scales = scales
+    if pipelines.scales.groups is not None:
+        score_scales = pipelines.scales.groups.steps.index(stage * (GROUPS + 1) + GROUPS)
     prob_scale, min_scale, factor, threshold = _next_prob_scale(
         softmax, pipelines, stage, operands.HAS_ROW_SCALES
     )
@@ -245,7 +256,9 @@ def _softmax_block(
     if not IS_LAST:
         wait_block(inputs, pipelines.latent.full.index(stage), phase)
         qk = _issue_rope(operands, pipelines, stage)
-    seen = _scale_and_mask(scores, block, keys, q_scale, scales, logits, operands.HAS_ROW_SCALES)
+    seen = _scale_and_mask(
+        scores, block, keys, q_scale, score_scales, logits, operands.HAS_ROW_SCALES
+    )
     if not IS_LAST:
         qk = _issue_tile(operands, pipelines, stage, 0, qk)
     block_max = gl.max(seen, 1) * scale_log2

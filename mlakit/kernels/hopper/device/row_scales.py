@@ -12,8 +12,13 @@ from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.decode.scheduler import locate_tile
 from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.fp8_rows import HEADROOM, power_of_two
 from mlakit.kernels.hopper.device.paged_loads import pages_of_keys, row_in_page
 from mlakit.kernels.hopper.device.primitives import SMEM_VECTOR, lane_layout
+
+GROUPS = gl.constexpr(4)  # of a row's latent columns, where each has a scale
+# of a row's largest scale, at least 2**HEADROOM: products of smaller ones are as if they had it
+SMALLEST_FACTOR = gl.constexpr(2.0**-24)
 
 
 @record
@@ -34,6 +39,18 @@ class ScaleStages:
     values: object  # float32 [stages · COUNT, 64]
     amax: object  # float32 [stages, 1]: the largest of a block
     COUNT: object
+    groups: object  # GroupStages, where values are powers of two of rows; or None
+
+
+@record
+class GroupStages:
+    """The four scales of each row, for products whose columns are summed group after group."""
+
+    # float16 [stages · GROUPS, 64]: a group's scale over its row's power of two
+    factors: object
+    # float32 [stages · (GROUPS + 1), 64]: what a score is multiplied by before each group's product
+    # is added, and after the last one. Together they give each product its scale
+    steps: object
 
 
 @gluon.constexpr_function
@@ -100,11 +117,18 @@ def store_scalar(smem, value, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def alloc_scale_stages(STAGES: gl.constexpr, COUNT: gl.constexpr):
+def alloc_scale_stages(STAGES: gl.constexpr, COUNT: gl.constexpr, IS_GROUPED: gl.constexpr = False):
+    groups = None
+    if IS_GROUPED:
+        groups = GroupStages(
+            gl.allocate_shared_memory(gl.float16, [STAGES * GROUPS, 64], SMEM_VECTOR),
+            gl.allocate_shared_memory(gl.float32, [STAGES * (GROUPS + 1), 64], SMEM_VECTOR),
+        )
     return ScaleStages(
         gl.allocate_shared_memory(gl.float32, [STAGES * COUNT, 64], SMEM_VECTOR),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1], SMEM_VECTOR),
         COUNT,
+        groups,
     )
 
 
@@ -137,8 +161,34 @@ def load_scales(scales, inputs, keys, block, pages):
 
 
 @gluon.jit
+def _store_groups(groups, stage, loaded):
+    """Store what `GroupStages` has of four scales per row; returns the powers of two of rows."""
+    scales = ()
+    largest = 0
+    for group in gl.static_range(GROUPS):
+        scale = loaded[group] + loaded[group] * 0.0  # inf becomes NaN
+        scale = gl.where(scale < 0, 0.0, scale)
+        scales += (scale,)
+        largest = gl.maximum(scale.to(gl.int32, bitcast=True), largest)
+    power, inverse = power_of_two((largest >> 23) - HEADROOM)
+    before = inverse  # of rotated columns, whose products have no scale
+    for group in gl.static_range(GROUPS):
+        factor = scales[group] * inverse
+        groups.factors.index(stage * GROUPS + group).store(factor.to(gl.float16))
+        # a product's scale is divided by, and a NaN stays one
+        factor = gl.where(factor < SMALLEST_FACTOR, SMALLEST_FACTOR, factor)
+        groups.steps.index(stage * (GROUPS + 1) + group).store(before / factor)
+        before = factor
+    groups.steps.index(stage * (GROUPS + 1) + GROUPS).store(before * power)
+    # values of a row without scales are zeros, and it may be one past the last key
+    return gl.where(largest == 0, 0.0, power)
+
+
+@gluon.jit
 def store_scales(scales, stages, stage, loaded):
     """Store the scales of a block to its stage; returns them as they are stored."""
+    if stages.groups is not None:
+        loaded = (_store_groups(stages.groups, stage, loaded),)
     stored = ()
     for group in gl.static_range(len(loaded)):
         scale = loaded[group]
