@@ -27,7 +27,7 @@ ROPE_ALIGNMENT = 16  # bytes, where rotated columns follow
 
 
 def narrow_e2m1(x: Tensor) -> Tensor:
-    """The codes of x, uint8 0 to 15: to nearest even, beyond ±6 saturated. NaN becomes 0."""
+    """The codes of x, uint8 0 to 15: to nearest even, beyond ±6 saturated. NaN and −0 become 0."""
     magnitude = x.abs()
     # a value between two codes belongs to the even one: below these bounds, from the others on
     codes = torch.zeros_like(magnitude, dtype=torch.uint8)
@@ -35,7 +35,7 @@ def narrow_e2m1(x: Tensor) -> Tensor:
         codes += magnitude > bound
     for bound in (0.75, 1.75, 3.5):
         codes += magnitude >= bound
-    return codes | torch.signbit(x).to(torch.uint8) << 3
+    return codes | (x < 0).to(torch.uint8) << 3
 
 
 def widen_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:

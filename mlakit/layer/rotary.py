@@ -68,11 +68,10 @@ class RopeTable:
         """The table of the opposite angles on `device`, computed there at its first use."""
         table = self._inverse.get(device)
         if table is None:
-            sign = torch.tensor([1.0, -1.0], device=device).repeat(
-                self.geometry.qk_rope_head_dim // 2
-            )
             with torch.inference_mode(False), torch.no_grad():
-                table = self._inverse[device] = self.on(device) * sign
+                sign = torch.tensor([1.0, -1.0], dtype=torch.float32, device=device)
+                signs = sign.repeat(self.geometry.qk_rope_head_dim // 2)
+                table = self._inverse[device] = self.on(device) * signs
         return table
 
     def rotate(

@@ -160,14 +160,14 @@ def widen_e4m3(stored, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
 @triton.jit
 def pack_e2m1(x):
     """float32 x [rows, columns] as e2m1, two in a byte, uint8 [rows, columns / 2]: to nearest even,
-    saturated at ±6; NaN becomes 0."""
+    saturated at ±6; NaN and −0 become 0."""
     magnitude = tl.abs(x)
     # a value between two codes belongs to the even one
     code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
     code += (magnitude > 1.25).to(tl.int32) + (magnitude >= 1.75).to(tl.int32)
     code += (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
     code += (magnitude > 5.0).to(tl.int32)
-    code |= (x.to(tl.int32, bitcast=True) >> 28) & 8
+    code |= (x < 0).to(tl.int32) << 3
     first, second = tl.split(tl.reshape(code, [x.shape[0], x.shape[1] // 2, 2]))
     return (first | (second << 4)).to(tl.uint8)
 

@@ -85,7 +85,8 @@ class V4Cache:
             must = f"be numbers of the model's {len(kinds)} layers"
             dims.require(layer < len(kinds), "layers", must, layer)
         self.layers = tuple(sorted(set(numbers)))
-        self.device = torch.empty(0, device=device).device  # "cuda" means the current device
+        # "cuda" means the current device
+        self.device = torch.empty(0, dtype=torch.uint8, device=device).device
         self.kinds: dict[int, LayerKind] = {layer: kinds[layer] for layer in self.layers}
         members: dict[str, list[int]] = {kind: [] for kind in (SLIDING, CSA, HCA)}
         for layer, kind in self.kinds.items():

@@ -88,6 +88,6 @@ def test_ops_that_take_no_such_rows_say_so(format, op, backend):
     problem = Problem("cuda", 90, "torch.bfloat16", format, 16, 64, RowShape(512, 64))
     (spec,) = (each for each in selection.specs(op) if each.backend == backend)
     assert spec.why_not(problem) == (
-        "needs rows of bf16 or fp16 or fp32 or fp8 or fp8_token or fp8_block128 or fp8_block64, "
-        f"got {format}"
+        "needs rows of bf16 or fp16 or fp32 or fp8 or fp8_token or fp8_block128 or fp8_block64 "
+        f"or mxfp4_block32, got {format}"
     )
