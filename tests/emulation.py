@@ -110,6 +110,8 @@ def _of_little_work(spec: KernelSpec, launch: Callable[..., Any]) -> Callable[..
 
 def work(op: str, a: Any) -> float:
     """Estimate the multiplications of a call by its heads, query tokens, keys and columns."""
+    if op == "scaled_mm_fp8":
+        return float(a.a.numel() * a.b.shape[-2])
     tokens, heads, columns = a.q.shape
     if op == "sparse_mla":
         pairs = tokens * a.rows.shape[1]

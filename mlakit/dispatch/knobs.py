@@ -120,8 +120,8 @@ proved_kernels = _knob(
     "proved_kernels",
     True,
     _boolean,
-    "Let auto take kernels that have passed mlakit check --backend blackwell on this machine; 0 "
-    "leaves them out.",
+    "Let auto take kernels that need a passed check on this machine, mlakit check --backend "
+    "blackwell or hopper; 0 leaves them out.",
 )
 warmup = _knob(
     "warmup",

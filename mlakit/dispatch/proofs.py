@@ -1,8 +1,8 @@
 """Proofs that kernels are right on this machine, for those that `auto` takes only with one.
 
-Kernels that have never run on a GPU are written for Blackwell. `mlakit check --backend blackwell`
-compares them with the oracle on the machine that has one, and records what passed. A record holds
-the GPU, its architecture, the versions of driver, Triton and mlakit, and a hash of the kernels'
+Kernels that have never run on a GPU have a `KernelSpec` with a variant. `mlakit check --backend
+blackwell`, or hopper, compares them with the oracle, and records what passed. A record holds the
+GPU, its architecture, the versions of driver, Triton and mlakit, and a hash of the kernels'
 sources; where one of them differs, or the file cannot be read, nothing is proved. It is read once
 per process.
 """

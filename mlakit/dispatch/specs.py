@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,7 @@ class Use(Enum):
     UNALIGNED_SCALES = "unaligned scales of the cache"  # of a page
     UNALIGNED_KEYS = "unaligned rows of k_nope or k_rope"
     UNALIGNED_VALUES = "unaligned rows of v"
+    UNALIGNED_OPERANDS = "unaligned rows of a or b"
     UNEVEN_PAGES = "pages at distances that are no multiple of a row's"  # of sparse_mla's caches
     OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
     OTHER_ROPE_STEPS = "rope columns at other steps"  # in a tensor of their own, between pages
@@ -55,6 +56,21 @@ class Use(Enum):
         """The reason that a kernel gives which does not take it."""
         why = ": no TMA descriptor can address them" if self.value.startswith("unaligned") else ""
         return f"takes no {self.value}{why}"
+
+
+class ProductShape(NamedTuple):
+    """The sizes of a block-scaled product."""
+
+    batch: int  # 1 without a batch axis
+    rows: int  # of a
+    columns: int  # of the result
+    depth: int
+    n_group: int  # rows of b that share a scale
+    k_group: int  # columns of a and b that share a scale
+
+    def __str__(self) -> str:
+        groups = f"groups of {self.n_group} x {self.k_group}"
+        return f"{self.batch} x {self.rows} x {self.columns} x {self.depth} in {groups}"
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ class Problem:
     max_keys: int = 0  # of a request, as its page table has room for
     num_sms: int = 0  # 0: not known
     is_batch_invariant: bool = False  # a request's result may not depend on the rest of the batch
+    product: ProductShape | None = None  # of scaled_mm_fp8
 
     def __str__(self) -> str:
         where = self.device + (f" {arch_name(self.arch)}" if self.arch else "")
@@ -91,6 +108,7 @@ class Problem:
             "num_tokens": self.num_tokens,
             "max_keys": self.max_keys,
             "num_sms": self.num_sms,
+            "product": self.product,
         }
         return ", ".join([where, *(f"{name}={fact}" for name, fact in facts.items() if fact)])
 

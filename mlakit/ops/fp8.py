@@ -10,13 +10,14 @@ from torch import Tensor
 from mlakit.dispatch import selection
 from mlakit.dispatch.checks import E4M3, FLOATS, Dims
 from mlakit.dispatch.knobs import Backend
-from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.dispatch.specs import Problem, ProductShape, Use, device_facts, num_sms
 from mlakit.kernels.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.ops._checks import check_result
 from mlakit.ops._library import op
 
 QUANTIZE = "quantize_fp8"
 MATMUL = "scaled_mm_fp8"
+TMA_BYTES = 16  # at multiples of them begin rows that TMA can address
 SCALE_ALIGNMENT = 4  # float32 entries, 16 bytes: what a scaled GEMM loads at once
 
 
@@ -127,6 +128,32 @@ def _quantize(
     return out, scales
 
 
+def product_problem(args: ScaledMatmulArguments) -> Problem:
+    """Describe a product to dispatch."""
+    a, b = args.a, args.b
+    batch = a.shape[0] if a.ndim == 3 else 1
+    return Problem(
+        *device_facts(a.device),
+        dtype=str(args.out_dtype),
+        uses=() if _has_pitch(a) and _has_pitch(b) else (Use.UNALIGNED_OPERANDS,),
+        num_sms=num_sms(a.device),
+        product=ProductShape(
+            batch, a.shape[-2], b.shape[-2], a.shape[-1], args.n_group, args.k_group
+        ),
+    )
+
+
+def _has_pitch(matrices: Tensor) -> bool:
+    """Return whether TMA can address tiles of e4m3 matrices [..., rows, columns]."""
+    if matrices.numel() == 0:
+        return True
+    pitches = zip(matrices.shape[:-1], matrices.stride()[:-1], strict=True)
+    is_aligned = all(
+        size == 1 or (stride > 0 and stride % TMA_BYTES == 0) for size, stride in pitches
+    )
+    return is_aligned and matrices.data_ptr() % TMA_BYTES == 0
+
+
 def _empty_product(args: ScaledMatmulArguments) -> tuple[Tensor]:
     return (args.a.new_empty(*args.a.shape[:-1], args.b.shape[-2], dtype=args.out_dtype),)
 
@@ -158,7 +185,7 @@ def _scaled_mm(args: ScaledMatmulArguments, out: Tensor | None) -> tuple[Tensor]
         arg = "out_dtype" if out is None else "out"
         raise TypeError(f"{MATMUL}: {arg} must be a float or float8_e4m3fn, got {got}")
     out = check_result(dims, "out", out, *batch, "M", "N", dtype=args.out_dtype)
-    problem = Problem(*device_facts(a.device), dtype=str(args.out_dtype))
     checked = args._replace(n_group=n_group, k_group=k_group)
+    problem = product_problem(checked)
     selection.select(MATMUL, problem, args.backend).launch(checked, out)
     return (out,)

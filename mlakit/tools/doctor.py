@@ -18,7 +18,14 @@ from mlakit.dispatch.knobs import Backend
 from mlakit.dispatch.specs import arch_of
 from mlakit.tools import check
 from mlakit.tools.bench import environment, gpu, peers
-from mlakit.tools.workloads import Case, DecodeCase, IndexerLogitsCase, PrefillCase, SparseCase
+from mlakit.tools.workloads import (
+    Case,
+    DecodeCase,
+    IndexerLogitsCase,
+    PrefillCase,
+    ScaledMatmulCase,
+    SparseCase,
+)
 
 # for kernels that support certain widths only; other ops use their smallest case
 WIDE_CASES: dict[str, Case] = {
@@ -28,6 +35,7 @@ WIDE_CASES: dict[str, Case] = {
     "indexer_logits": IndexerLogitsCase(
         kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="fp8_token", dtype="e4m3"
     ),
+    "scaled_mm_fp8": ScaledMatmulCase(m=20, n=200, k=272, n_group=128, k_group=128),
 }
 OPTIONAL = (
     *("transformers", "matplotlib", "vllm"),
@@ -154,13 +162,19 @@ def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
 
 def _offer(backend: Backend) -> str:
     """Return what `auto` needs to take a backend's kernels; "" if nothing."""
-    if not any(spec.backend == backend and spec.variant is not None for spec in selection.SPECS):
+    kernels = [
+        spec.kernel or spec.op
+        for spec in selection.SPECS
+        if spec.backend == backend and spec.variant is not None
+    ]
+    if not kernels:
         return ""
     arch = arch_of(torch.device("cuda", torch.cuda.current_device()))
     why = proofs.why_no_proof(backend, arch)
-    return (
-        "" if why is None else f"auto leaves it out ({why}): run mlakit check --backend {backend}"
-    )
+    if why is None:
+        return ""
+    command = f"mlakit check --backend {backend}"
+    return f"auto leaves out {', '.join(kernels)} ({why}): run {command}"
 
 
 def report(diagnosis: Diagnosis) -> RenderableType:

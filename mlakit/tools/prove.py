@@ -1,9 +1,9 @@
-"""`mlakit check --backend blackwell`: proves kernels that `auto` takes only after a check passed.
+"""`mlakit check --backend BACKEND`: proves kernels that `auto` takes only after a check passed.
 
-Every configuration of `compile.configurations` runs on this machine's GPU, as it is compiled and
-with more work, and is compared with the oracle on poisoned inputs. Each has a process of its own: a
-kernel that ends in an illegal instruction, or never, takes no other one with it. The outcome is
-recorded (`dispatch.proofs`).
+Every configuration of them in `compile.configurations` runs on this machine's GPU, as it is
+compiled and with more work, and is compared with the oracle on poisoned inputs. Each has a process
+of its own: a kernel that ends in an illegal instruction, or never, takes no other one with it. The
+outcome is recorded (`dispatch.proofs`).
 """
 
 from __future__ import annotations
@@ -96,18 +96,28 @@ def this_gpu(backend: Backend) -> Facts:
     return facts
 
 
+def cases_to_prove(backend: Backend) -> dict[str, Case]:
+    """Return the configurations of the ops whose kernels need a proof."""
+    ops = {
+        spec.op for spec in selection.SPECS if spec.backend == backend and spec.variant is not None
+    }
+    return {name: case for name, case in SPECIALISED[backend][1].items() if case.op in ops}
+
+
 def names_of_proofs(backend: Backend, device: str = "cuda") -> dict[str, str]:
-    """Return the configurations of a backend, each with what it proves.
+    """Return the configurations that prove something, each with what it proves.
 
     Raises ValueError where the backend refuses one, with the reason.
     """
     names = {}
-    for name, case in SPECIALISED[backend][1].items():
+    for name, case in cases_to_prove(backend).items():
         selected = selection_of(case, device, backend)
         if selected is None:
             refused = check.run_case(case, device, backend)
             raise ValueError(f"backend {backend} cannot be checked here: {refused.unsupported}")
-        names[name] = proofs.configuration(*selected)
+        proof = proofs.configuration(*selected)
+        if proof:
+            names[name] = proof
     return names
 
 
@@ -209,7 +219,7 @@ def run_with_progress(backend: Backend, *, is_quick: bool, jobs: int | None) -> 
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    total = 1 if is_quick else len(SPECIALISED[backend][1])
+    total = 1 if is_quick else len(cases_to_prove(backend))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling and checking", total=total)
         return run(

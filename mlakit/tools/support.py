@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mlakit.dispatch.architectures import AMD, CARDS, amd_arch, arch_name, card_arch
 from mlakit.dispatch.selection import OPS, explain, explain_kernels, specs
-from mlakit.dispatch.specs import Problem
+from mlakit.dispatch.specs import Problem, ProductShape
 from mlakit.formats import ENGINE_NAMES, FORMATS
 from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.tools.workloads.inputs import DTYPES
@@ -20,6 +20,8 @@ NOT_RUN = f"{', '.join(map(arch_name, AMD))}: compiled, not run"
 MODEL = MLAGeometry.preset("deepseek-v3")
 V4_FORMATS, V4_ROW = ("fp8_block64",), RowShape(448, 64, v_width=512)  # of DeepSeek-V4 alone
 INDEX_KEYS = RowShape(128, 0)  # of DeepSeek-V3.2: the rows of the indexer's own cache
+# the output projection of DeepSeek-V3 over a prompt
+PRODUCT = ProductShape(1, 4096, 7168, 16384, n_group=128, k_group=128)
 INDEX_OPS = ("indexer_logits", "indexer_select")
 # of a problem unless it is said: bf16 attention, and the indexer as DeepSeek-V3.2 has it
 ATTENTION_FACTS = {"dtype": "bf16", "format": "bf16", "heads": 128}
@@ -141,6 +143,8 @@ def problem_of(
         facts["row"] = INDEX_KEYS if op in INDEX_OPS else MODEL.row
         if op not in INDEX_OPS and known["format"] in V4_FORMATS:
             facts["row"] = V4_ROW
+    elif op == "scaled_mm_fp8":
+        facts["product"] = PRODUCT
     elif op == "mla_prefill":
         facts["head_widths"] = (
             MODEL.qk_nope_head_dim,

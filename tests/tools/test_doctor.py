@@ -135,7 +135,7 @@ def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch
     refused = lambda case, *_: check.CaseResult(case.op, 0.0, reason)  # noqa: E731
     monkeypatch.setattr(check, "run_case", refused)
     health = doctor._backend_health("hopper", 1.0)
-    ops = ["mla_prefill", "mla_decode", "sparse_mla", "indexer_logits"]
+    ops = ["mla_prefill", "mla_decode", "sparse_mla", "indexer_logits", "scaled_mm_fp8"]
     assert [each.op for each in health.ops] == ops
     assert health.random is None
     assert health.as_json()["works"] is False

@@ -21,6 +21,8 @@ from mlakit.kernels.hopper.decode.configs import (
     SMALL_M_HEADS,
     SMALL_WORK_BLOCKS,
 )
+from mlakit.kernels.hopper.fp8.configs import STEP as PRODUCT_STEP
+from mlakit.kernels.hopper.fp8.configs import pick_config as pick_product_config
 from mlakit.kernels.hopper.indexer.configs import MAX_HEADS as MAX_INDEX_HEADS
 from mlakit.kernels.hopper.indexer.configs import PIECE as INDEX_PIECE
 from mlakit.kernels.hopper.indexer.configs import WIDTH as INDEX_WIDTH
@@ -46,6 +48,9 @@ DECODE_MASK_TRAITS = INDEXER_MASK_TRAITS = ("IS_CAUSAL",)
 PREFILL_MASK_TRAITS = ("IS_CAUSAL", "IS_SLIDING", "IS_CHUNKED")
 _FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 INDEX_FORMAT = "fp8_token"
+# results: FP8 tensor cores keep 14 bits of a sum, which the rounding of these hides
+PRODUCT_DTYPES = ("torch.bfloat16", E4M3)
+FEW_ROWS = 16
 PREFILL_DTYPES = ("torch.bfloat16", "torch.float16", E4M3)
 
 
@@ -286,6 +291,39 @@ def _decode(
     )
 
 
+def _why_not_product(problem: Problem) -> str | None:
+    refusal = _why_not_device(problem)
+    if refusal is not None:
+        return refusal
+    if problem.dtype not in PRODUCT_DTYPES:
+        return f"needs results of {' or '.join(PRODUCT_DTYPES)}, got {problem.dtype}"
+    shape = problem.product
+    if shape is None:
+        return "needs the sizes of a product, got none"
+    if shape.depth == 0:
+        return "needs columns to add up, got none"
+    for name, group, size in (
+        ("n_group", shape.n_group, shape.columns),
+        ("k_group", shape.k_group, shape.depth),
+    ):
+        if group % PRODUCT_STEP and group < size:
+            return f"needs {name} of a multiple of {PRODUCT_STEP}, got {group}"
+    return problem.uses[0].refusal if problem.uses else None
+
+
+def _product_variant(problem: Problem) -> str:
+    """Return the tile that a product is computed with."""
+    assert problem.product is not None
+    return pick_product_config(problem.product, problem.num_sms).name
+
+
+def _why_slower_product(problem: Problem) -> str | None:
+    """The portable kernel splits K among the warps of narrow tiles, which fill all SMs."""
+    if problem.product is not None and problem.product.rows <= FEW_ROWS:
+        return f"is for more than {FEW_ROWS} rows, got {problem.product.rows}"
+    return None
+
+
 SPECS = (
     _decode("m64_bf16", _needs_format("bf16", "fp16"), _why_slower_m64),
     _decode("m64_fp8_qk", _needs_fp8_query, _why_slower_m64_fp8_qk),
@@ -298,6 +336,15 @@ SPECS = (
         f"{__package__}.indexer.launch:indexer_logits",
         _why_not_indexer_logits,
         mask_traits=INDEXER_MASK_TRAITS,
+    ),
+    # no GPU has run it yet: `auto` takes it where a check on that machine has passed
+    KernelSpec(
+        "hopper",
+        "scaled_mm_fp8",
+        f"{__package__}.fp8.launch:scaled_mm_fp8",
+        _why_not_product,
+        why_slower=_why_slower_product,
+        variant=_product_variant,
     ),
     *(_sparse(kernel) for kernel in _SPARSE_FORMATS),
     KernelSpec(

@@ -23,6 +23,7 @@ from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
 GROUP = 128
 E4M3 = torch.float8_e4m3fn
 BF16_MATMUL = "bf16 matmul"
+HOPPER_KERNEL = "mlakit, backend=hopper"  # which `auto` takes only where it is proved
 FEW_ROWS = 32
 CHECKED_ROWS = 4  # at each end
 
@@ -94,7 +95,14 @@ class ScaledProduct(Workload):
             [Baseline(BF16_MATMUL, lambda: torch.mm(wide, weight.t()), sets_target=False)],
             check=lambda: correctness.assert_correct(("out",), [call()], samples()),
             problem=ScaledMatmul(a, by_row, b, b_scale),
-            peers=[Baseline("torch scaled_mm", lambda: _by_torch(*operands), sets_target=False)],
+            peers=[
+                Baseline("torch scaled_mm", lambda: _by_torch(*operands), sets_target=False),
+                Baseline(
+                    HOPPER_KERNEL,
+                    lambda: scaled_mm_fp8(a, a_scale, b, b_scale, backend="hopper"),
+                    sets_target=False,
+                ),
+            ],
             peer_error=lambda output: correctness.peer_error(output, samples()),
         )
 

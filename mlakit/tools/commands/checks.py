@@ -110,8 +110,9 @@ def check(
     Stops at the first wrong result and prints the command that repeats it. The exit status is 1 if
     a result is wrong or nothing could be checked.
 
-    --backend blackwell alone checks every configuration of Blackwell's kernels instead, with as
-    many processes as there are cores, and records on this machine which of them auto may take.
+    --backend blackwell or hopper alone checks every configuration of the kernels that need it
+    instead, with as many processes as there are cores, and records on this machine which of them
+    auto may take.
     """
     from secrets import randbelow
 

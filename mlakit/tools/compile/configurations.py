@@ -88,6 +88,11 @@ def _index_keys(**more: Any) -> IndexerLogitsCase:
     return IndexerLogitsCase(**{"heads": 64, "kv_lens": (130,), "q_lens": (2,), **row, **more})
 
 
+def _product(**more: Any) -> ScaledMatmulCase:
+    """K is neither a multiple of a group nor of a step of the Hopper kernel."""
+    return ScaledMatmulCase(**{"k": 528, "n_group": 128, "k_group": 128, **more})
+
+
 def _select(**more: Any) -> IndexerSelectCase:
     row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "page_size": 64, "format": "fp8_token"}
     shape = {"heads": 64, "dtype": "e4m3", "kv_lens": (130,), "q_lens": (2,), "k": 2048}
@@ -322,6 +327,17 @@ HOPPER_INDEX_KEYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("null-mask-q9", {"mask": "null", "q_lens": (9,)}),
     ("int64", {"wide_indices": True, "q_lens": (9,)}),
 )
+# a tile of each size, which are named rows of the left operand x rows of the right one
+HOPPER_PRODUCTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("256x128", {"m": 2100, "n": 4096}),
+    ("128x128", {"m": 70, "n": 8600}),
+    ("128x64", {"m": 70, "n": 256}),
+    ("swapped-16", {"m": 9, "n": 256}),
+    ("swapped-32", {"m": 30, "n": 256}),
+    ("swapped-64", {"m": 50, "n": 256}),
+    ("256x128-e4m3", {"m": 2100, "n": 4096, "out_dtype": "e4m3", "n_group": 256, "k_group": 256}),
+    ("swapped-heads", {"m": 30, "n": 100, "k": 128, "batch": 3, "n_group": 1000}),
+)
 SECOND_CACHE = {"extra_format": "fp8_block128", "extra_page_size": 2, "sink": "finite"}
 HOPPER: dict[str, Case] = {
     **{
@@ -332,6 +348,7 @@ HOPPER: dict[str, Case] = {
         f"hopper-indexer-{name}": _index_keys(format="fp8_token", dtype="e4m3", **more)
         for name, more in HOPPER_INDEX_KEYS
     },
+    **{f"hopper-scaled-mm-{name}": _product(**more) for name, more in HOPPER_PRODUCTS},
     "hopper-sparse-h128-bf16": _sparse("bf16", 128),
     "hopper-sparse-q-rope": _sparse("bf16", 128, q_rope_dtype="bf16"),
     # lists of 512 entries are split

@@ -34,6 +34,8 @@ OF_HOPPER = (
     "hopper-sparse-h128-bf16",
     "hopper-sparse-fp8_block128-extra",
     "hopper-sparse-h16-fp8_block128",
+    "hopper-scaled-mm-256x128",
+    "hopper-scaled-mm-swapped-32",
     "hopper-prefill-192-128",
     "hopper-prefill-256-256",
     "hopper-prefill-fp8",

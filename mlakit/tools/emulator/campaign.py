@@ -163,6 +163,16 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),
     "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", *_PREFILL)),
+    # several tiles for each CTA, and every stage again; swapped, a tile whose second half of K has
+    # no step
+    "fp8-plain": Subject(
+        "scaled_mm_fp8_kernel",
+        _cases("hopper-scaled-mm-256x128", {"m": 600, "n": 200}, {"m": 300, "n": 600, "k": 96}),
+    ),
+    "fp8-swapped": Subject(
+        "scaled_mm_fp8_kernel",
+        _cases("hopper-scaled-mm-swapped-32", {"k": 1296}, {"n": 400, "k": 96}),
+    ),
     "indexer": Subject("indexer_logits_kernel", _cases("hopper-indexer-h32-q1", _INDEXER)),
 }
 

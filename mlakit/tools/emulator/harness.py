@@ -29,6 +29,13 @@ from mlakit.tools.workloads.case import Trial
 
 SEEDS = (0, 1)
 LESS_WORK: dict[str, Any] = {"kv_lens": (330, 65), "q_lens": (3, 1)}
+# products for which the same tiles are picked on so few SMs
+LESS_PRODUCTS: dict[str, dict[str, int]] = {
+    "hopper-scaled-mm-256x128": {"m": 300, "n": 200},
+    "hopper-scaled-mm-256x128-e4m3": {"m": 300, "n": 200},
+    "hopper-scaled-mm-128x128": {"n": 400},
+    "hopper-scaled-mm-128x64": {"m": 600, "n": 60},
+}
 TRACED_STEPS = 4000  # the last ones of a CTA are kept
 WRONG_RESULT = "WrongResult"
 CONFIGURATIONS = HOPPER | BLACKWELL
@@ -81,6 +88,8 @@ def configuration(name: str) -> Configuration:
     num_sms = WHOLE_GPU[archs_of(backend)[0]]
     if getattr(case, "kv_lens", None) == MUCH_WORK["kv_lens"]:
         case, num_sms = replace(case, **LESS_WORK), NUM_SMS
+    elif name in LESS_PRODUCTS:
+        case, num_sms = replace(case, **LESS_PRODUCTS[name]), NUM_SMS  # type: ignore[arg-type]
     return Configuration(case, num_sms, backend)
 
 

@@ -517,9 +517,27 @@ def hopper_prefill_case(draw: Draw) -> PrefillCase:
     return PrefillCase(**fields, expanded=draw.flip())
 
 
+def hopper_product_case(draw: Draw) -> ScaledMatmulCase:
+    """A case for the Hopper kernel: rows of 16 bytes, and groups of whole steps."""
+    groups = (128, 256, 1024)
+    return ScaledMatmulCase(
+        **_common(draw),
+        batch=draw.integer(0, 3),
+        m=draw.choice((draw.integer(1, 64), draw.integer(65, 700))),
+        n=draw.choice((draw.integer(1, 300), 16 * draw.integer(1, 80))),
+        k=16 * draw.integer(1, 130),
+        n_group=draw.choice(groups),
+        k_group=draw.choice(groups),
+        spare_columns=draw.integer(0, 3),
+        out_dtype=draw.choice(("bf16", "bf16", "e4m3")),
+        given_results=draw.flip(),
+    )
+
+
 SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
     ("hopper", DecodeCase): hopper_decode_case,
     ("hopper", PrefillCase): hopper_prefill_case,
+    ("hopper", ScaledMatmulCase): hopper_product_case,
 }
 # ops with a cache: a case for one format
 CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {

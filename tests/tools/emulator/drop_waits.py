@@ -2,8 +2,8 @@
 
     python -m tests.tools.emulator.drop_waits --seed 3
 
-The seed chooses three for each of decode, sparse, prefill and indexer, among the mutants that are
-not in survivors.toml. Each is dropped from a copy of the tree, where the emulated tests of its
+The seed chooses three for each of decode, sparse, prefill, indexer and fp8, among the mutants that
+are not in survivors.toml. Each is dropped from a copy of the tree, where the emulated tests of its
 topic run until one fails. The exit status is 1 if one does not.
 """
 
@@ -27,7 +27,7 @@ from mlakit.tools.emulator.mutations import NEVER_PENDING, WGMMA_WAIT, Mutant, N
 from tests.paths import ROOT
 from tests.tools.emulator.survivors import survivors
 
-FAMILIES = ("decode", "sparse", "prefill", "indexer")
+FAMILIES = ("decode", "sparse", "prefill", "indexer", "fp8")
 OF_EACH = 3
 WAITS_AND_FENCES = (
     "ttng.wait_barrier",

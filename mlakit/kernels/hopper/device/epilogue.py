@@ -18,6 +18,20 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 D_C = gl.constexpr(512)  # columns of a result
 
 
+@gluon.constexpr_function
+def store_layout(columns):
+    """Return [64, columns] of four warps: 8 neighbouring columns per thread and 32 per quad, whose
+    accumulator elements they are, so that they are exchanged inside of a quad."""
+    more = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *more],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
 @gluon.jit
 def finish_rows(tile, outputs, heads, head, row_max, row_sum):
     """Return (lse, out_scale): out = acc · out_scale."""

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.device.compat import record
-from mlakit.kernels.hopper.device.epilogue import LN2, LOG2_E
+from mlakit.kernels.hopper.device.epilogue import LN2, LOG2_E, store_layout
 from mlakit.kernels.hopper.device.primitives import log2, opaque_zero
 from mlakit.kernels.hopper.device.softmax import NEG_INF
 
@@ -23,20 +23,6 @@ class Outputs:
     stride_sink: object
     stride_lse_token: object
     stride_lse_head: object
-
-
-@gluon.constexpr_function
-def _store_layout(columns):
-    """Return [64, columns] of four warps: 8 neighbouring columns per thread and 32 per quad, whose
-    accumulator elements they are, so that they are exchanged inside of a quad."""
-    more = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *more],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns],
-    )
 
 
 @gluon.jit
@@ -65,7 +51,7 @@ def store_lse(outputs, tile, ROW0: gl.constexpr, lse):
 
 @gluon.jit
 def store_out(outputs, tile, ROW0: gl.constexpr, acc):
-    LAYOUT: gl.constexpr = _store_layout(acc.shape[1])
+    LAYOUT: gl.constexpr = store_layout(acc.shape[1])
     values = gl.convert_layout(acc.to(outputs.out.dtype.element_ty), LAYOUT)
     row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)) + opaque_zero()
     column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
