@@ -236,6 +236,8 @@ class SelectArguments(NamedTuple):
     mask: Mask
     columns: int  # keys of the longest request, at most
     k: int
+    init_tokens: int  # first visible keys that are always selected
+    local_tokens: int  # last visible keys that are always selected
     max_score_bytes: int
     backend: str
 
@@ -243,13 +245,15 @@ class SelectArguments(NamedTuple):
 class SelectBlockArguments(NamedTuple):
     """Arguments of the kernels of `indexer_select`, for the logits of one query block."""
 
-    logits: Tensor  # [block tokens, columns] float32
+    logits: Tensor  # [block tokens, columns] float32, which may be overwritten
     first_token: int  # of the block
     page_table: PageTable
     page_size: int
     kv_lens: Tensor  # [batch] of the whole call
     q_starts: Tensor  # [batch + 1] of the whole call
     mask: Mask
+    init_tokens: int
+    local_tokens: int
 
 
 class PhysicalRowsArguments(NamedTuple):

@@ -164,6 +164,10 @@ def load_layer(
     heads = whole.geometry.num_heads
     dims.require(heads % size == 0, "tp_size", f"divide the {heads} heads", size)
     prefix = _found_prefix(files, layer) if prefix is None else prefix
+    if whole.selection is not None and re.search(r"\.self_attn\.\d+\.$", prefix):
+        # one of a layer's attentions, whose number among all of them is not the layer's
+        has_indexer = any(name.startswith(f"{prefix}indexer.") for name in files.file_of)
+        whole = replace(whole, selection="own" if has_indexer else "shared")
     if dtype is None:
         dtype = stored_dtype(files, prefix, ["o_proj.weight", "kv_a_layernorm.weight"])
     elif dtype not in FLOATS:

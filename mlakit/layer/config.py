@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mlakit.dispatch.checks import Dims, UnsupportedError
 from mlakit.model.config import ConfigFields, config_path, read_config
 from mlakit.model.geometry import MLAGeometry, Rope
-from mlakit.model.releases import ALIASES, HY4, RELEASES
+from mlakit.model.releases import ALIASES, HY4, RELEASES, is_longcat_type
 from mlakit.model.v4 import is_v4
 
 NORM_EPSILON = 1e-6
@@ -44,6 +44,8 @@ class LayerConfig:
     index_rope     the column pairs that the indexer rotates
     index_rope_last   it rotates its last columns, not the first (Hy4)
     index_epsilon  of the norm of its keys
+    index_rms_norm its keys pass an RMSNorm, not a LayerNorm (LongCat)
+    init_tokens, local_tokens   first and last keys of a query that are always selected (LongCat)
     index_hadamard whether the indexer multiplies queries and keys by a Hadamard matrix, which
                    changes no score but makes FP8 more accurate (DeepSeek-V3.2)
     max_positions  positions of the model's context
@@ -62,6 +64,9 @@ class LayerConfig:
     index_rope: Rope = "half"
     index_rope_last: bool = False
     index_epsilon: float = NORM_EPSILON
+    index_rms_norm: bool = False
+    init_tokens: int = 0
+    local_tokens: int = 0
     index_hadamard: bool = False
     max_positions: int | None = None
     softmax_scale: float | None = None
@@ -109,10 +114,13 @@ class LayerConfig:
         fields = read_config(config)
         model_type = fields.get("model_type")
         rank, hidden = geometry.q_lora_rank, geometry.hidden_size
-        is_longcat, is_hy4 = model_type == "longcat_flash", model_type == HY4
+        is_longcat, is_hy4 = is_longcat_type(model_type), model_type == HY4
+        has_rms_norm = fields.get("index_k_norm_type", "layer") == "rms"
         scales_q = bool(fields.get("mla_scale_q_lora", is_longcat)) and rank
         scales_latent = bool(fields.get("mla_scale_kv_lora", is_longcat))
-        interleaved = fields.get("indexer_rope_interleave", model_type == "glm_moe_dsa")
+        interleaved = fields.get(
+            "indexer_rope_interleave", is_longcat or model_type == "glm_moe_dsa"
+        )
         return cls(
             geometry,
             has_bias=bool(fields.get("attention_bias", False)),
@@ -124,7 +132,12 @@ class LayerConfig:
             has_sinks=is_hy4,
             index_rope="interleaved" if interleaved else "half",
             index_rope_last=is_hy4,
-            index_epsilon=fields.get("rms_norm_eps", 1e-5) if is_hy4 else NORM_EPSILON,
+            index_epsilon=fields.get("rms_norm_eps", 1e-5)
+            if is_hy4 or has_rms_norm
+            else NORM_EPSILON,
+            index_rms_norm=has_rms_norm,
+            init_tokens=fields.integer("index_init_tokens", 0),
+            local_tokens=fields.integer("index_local_tokens", 0),
             index_hadamard=model_type == "deepseek_v32",
             max_positions=fields.get("max_position_embeddings", fields.get("model_max_length")),
         )
@@ -147,7 +160,10 @@ def _query_scale(fields: ConfigFields) -> QueryScale | None:
 
 
 def _selection(fields: ConfigFields, geometry: MLAGeometry, layer: int) -> Selection | None:
-    """GLM gives a type per layer, as a list, as letters or by a frequency."""
+    """GLM gives a type per layer, as a list, as letters or by a frequency.
+
+    LongCat counts attentions, of which a layer has two.
+    """
     if not geometry.has_indexer:
         return None
     types = fields.get("indexer_types")
@@ -157,6 +173,8 @@ def _selection(fields: ConfigFields, geometry: MLAGeometry, layer: int) -> Selec
         # a layer beyond the list predicts further tokens and has an indexer
         kind = types[layer] if layer < len(types) else "full"
         return "shared" if kind in ("shared", "S") else "own"
+    if fields.get("cli_factor") is not None:
+        return "shared" if layer % max(fields.integer("cli_factor"), 1) else "own"
     every = 4 if fields.get("model_type") == HY4 else 1  # the defaults of transformers
     frequency = max(fields.integer("index_topk_freq", every), 1)
     since_first = max(layer - fields.integer("index_skip_topk_offset", 2) + 1, 0)

@@ -15,7 +15,14 @@ from mlakit.dispatch.checks import FLOATS, Dims
 from mlakit.dispatch.knobs import Backend
 from mlakit.formats import Format
 from mlakit.layer.config import LayerConfig
-from mlakit.layer.linear import Activations, Float32Linear, Linear, frozen, keep_dtype
+from mlakit.layer.linear import (
+    Activations,
+    Float32Linear,
+    Linear,
+    RMSNorm,
+    frozen,
+    keep_dtype,
+)
 from mlakit.layer.rotary import RopeTable
 from mlakit.model.geometry import RowShape
 from mlakit.ops import quantize_fp8
@@ -48,7 +55,7 @@ class KeyNorm(nn.Module):
 class LightningIndexer(nn.Module):
     """Scores every cached token for every query; `sparse_step` attends to the best.
 
-        q = wq_b(residual)   k = LayerNorm(wk(x))      D_R columns of them are rotated
+        q = wq_b(residual)   k = norm(wk(x))      D_R columns of them are rotated
         score = Σ_h w[h] · relu(q[h]·k) / sqrt(heads · D),   w = weights_proj(x) in float32
 
     residual is the query's normalised latent, q_a_layernorm(q_a_proj(x)).
@@ -96,7 +103,12 @@ class LightningIndexer(nn.Module):
         weights: dict[str, Any] = {"is_fp8": is_fp8, "dtype": dtype, "device": device}
         self.wq_b = Linear(g.q_lora_rank, self.heads * width, **weights)
         self.wk = Linear(g.hidden_size, width, **weights)
-        self.k_norm = KeyNorm(width, config.index_epsilon, device=device)
+        self.init_tokens, self.local_tokens = config.init_tokens, config.local_tokens
+        self.k_norm: KeyNorm | RMSNorm = (
+            RMSNorm(width, config.index_epsilon, dtype=dtype, device=device)
+            if config.index_rms_norm
+            else KeyNorm(width, config.index_epsilon, device=device)
+        )
         self.weights_proj = Float32Linear(g.hidden_size, self.heads, device=device)
         self._hadamard: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -169,8 +181,8 @@ class LightningIndexer(nn.Module):
         rows = len(quantised)
         return quantised.view_as(q), scales[0, :rows].view(q.shape[:2])
 
-    @staticmethod
     def joined(
+        self,
         of_states: tuple[Tensor, Tensor],
         of_queries: tuple[Tensor, Tensor | None],
         cache: PagedLatentCache,
@@ -178,7 +190,15 @@ class LightningIndexer(nn.Module):
     ) -> IndexInputs:
         """The inputs of both parts."""
         (keys, weights), (q, scales) = of_states, of_queries
-        return IndexInputs(q, keys, weights if scales is None else weights * scales, cache, layer)
+        return IndexInputs(
+            q,
+            keys,
+            weights if scales is None else weights * scales,
+            cache,
+            layer,
+            init_tokens=self.init_tokens,
+            local_tokens=self.local_tokens,
+        )
 
     def append_keys(
         self,

@@ -38,6 +38,13 @@ def _moe(intermediate: int, expert: int, routed: int, shared: int, active: int, 
 
 
 DEEPSEEK_V4, HY4 = "deepseek_v4", "hy_v4"  # model types
+
+
+def is_longcat_type(model_type: object) -> bool:
+    """Whether a model type is LongCat's: `longcat_flash`, or one with sparse attention."""
+    return isinstance(model_type, str) and model_type.startswith("longcat")
+
+
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 _BF16 = {"torch_dtype": "bfloat16", "quantization_config": None}
 

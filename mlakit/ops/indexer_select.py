@@ -33,6 +33,8 @@ def indexer_select(
     q_starts: Tensor | None = None,
     layer: int = 0,
     mask: Mask = CAUSAL,
+    init_tokens: int = 0,
+    local_tokens: int = 0,
     max_kv_len: int | None = None,
     max_score_bytes: int = MAX_SCORE_BYTES,
     out: Tensor | None = None,
@@ -42,6 +44,10 @@ def indexer_select(
 
     q, weights, cache, page_table, kv_lens, q_starts, mask   as in `indexer_logits`
     k                rows to select for each query
+    init_tokens      the first keys that a query sees are always selected, whatever their scores: so
+                     many of them, and of the last ones `local_tokens` (LongCat's sparse attention).
+                     They count among the k; k must be at least the sum
+    local_tokens     see `init_tokens`; the query's own key is the last one under a causal mask
     max_kv_len       at least every kv_len; None: what the page table can hold. A decode step scores
                      no key beyond it
     max_score_bytes  scores held at the same time, at least those of one query: longer prompts are
@@ -65,6 +71,8 @@ def indexer_select(
         mask=mask,
         columns=table_capacity(NAME, page_table, cache_layer) if max_kv_len is None else max_kv_len,
         k=k,
+        init_tokens=init_tokens,
+        local_tokens=local_tokens,
         max_score_bytes=max_score_bytes,
         backend=backend,
     )
@@ -81,6 +89,7 @@ def _select(a: SelectArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(NAME)
     scoring = check_scoring(dims, _scoring(a))
     dims.bind("k", dims.integer("k", a.k, 1), "k")
+    check_always_selected(dims, a.k, a.init_tokens, a.local_tokens)
     num_slots = a.layer.num_slots
     dims.require(num_slots <= MAX_ROWS, "cache", f"have at most {MAX_ROWS} rows", num_slots)
     columns = aligned_columns(dims, dims["columns"], a.max_score_bytes)
@@ -113,7 +122,15 @@ def _select(a: SelectArguments, out: Tensor | None) -> tuple[Tensor]:
             logits,
         )
         found = SelectBlockArguments(
-            logits, block.start, a.page_table, a.layer.page_size, a.kv_lens, starts, a.mask
+            logits,
+            block.start,
+            a.page_table,
+            a.layer.page_size,
+            a.kv_lens,
+            starts,
+            a.mask,
+            a.init_tokens,
+            a.local_tokens,
         )
         select.launch(found, out[tokens])
     return (out,)
@@ -132,6 +149,14 @@ def _scoring(a: SelectArguments) -> LogitsArguments:
         num_tokens=0,
         backend=a.backend,
     )
+
+
+def check_always_selected(dims: Dims, k: int, init_tokens: int, local_tokens: int) -> None:
+    """The keys that are always selected fit among the k of a query."""
+    least = dims.integer("init_tokens", init_tokens, 0)
+    least += dims.integer("local_tokens", local_tokens, 0)
+    must = f"be at least init_tokens and local_tokens together, {least}"
+    dims.require(k >= least, "k", must, k)
 
 
 def aligned_columns(dims: Dims, columns: int, max_score_bytes: int) -> int:

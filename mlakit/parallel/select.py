@@ -58,6 +58,7 @@ def select_over_ranks(
             k,
             columns=columns,
             layer=index.layer,
+            always=_always_selected(index, positions[block], columns, shard),
             backend=backend,
         )
     chosen = best_of_ranks(scores, selected, shard, ranks.group, backend)
@@ -81,6 +82,7 @@ def best_of_rank(
     *,
     columns: int,
     layer: int = 0,
+    always: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return (scores, their numbers on this rank) [tokens, k] of the best keys of this rank.
@@ -88,6 +90,7 @@ def best_of_rank(
     lens      [requests] int32 keys on this rank
     visible   [tokens] int32 keys on this rank that a query sees
     columns   at least the keys of every request on this rank
+    always    bool [tokens, columns] keys that are always selected where they are visible
 
     Where a rank has fewer keys, scores are −inf and numbers −1.
     """
@@ -103,8 +106,21 @@ def best_of_rank(
         max_kv_len=columns,
         backend=backend,
     )
+    if always is not None:
+        logits.masked_fill_(always, torch.inf)
     best = indexer_topk(logits, k, row_ends=visible, backend=_topk_backend(backend))
     return _gathered(logits, best).masked_fill(best < 0, -torch.inf), best
+
+
+def _always_selected(
+    index: IndexInputs, positions: Tensor, columns: int, shard: KVShard
+) -> Tensor | None:
+    """Whether each key of this rank is always selected, bool [tokens, columns]; None: none is."""
+    if not (index.init_tokens or index.local_tokens):
+        return None
+    key = global_positions(torch.arange(columns, device=positions.device), shard)
+    is_local = key > positions[:, None] - index.local_tokens
+    return (key < index.init_tokens) | is_local
 
 
 def best_of_ranks(

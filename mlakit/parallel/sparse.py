@@ -68,8 +68,8 @@ def context_parallel_sparse_step(
     check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, None, shard)
     if not (plan is None or isinstance(plan, EvenSplit)):
         raise TypeError(f"{dims.op}: plan must be an EvenSplit, got {type(plan).__name__}")
-    keys = check_index(dims, index, batch, lengths, max_kv_len, max_score_bytes, shard)
-    dims.bind("k", dims.integer("k", k, 1), "k")
+    keys = check_index(dims, index, batch, lengths, k, max_kv_len, max_score_bytes, shard)
+    dims.bind("k", k, "k")
     if rows is not None:
         rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
     heads = ranks.attending_heads(dims)

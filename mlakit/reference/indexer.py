@@ -81,15 +81,28 @@ def indexer_select(
     k: int,
     *,
     mask: Mask = CAUSAL,
+    init_tokens: int = 0,
+    local_tokens: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The physical rows of the k best visible keys of every query, int32 [tokens, k].
 
         rows[t, i] = slots[request of t][topk(logits[t])[i]]
 
-    `indexer_topk` of `indexer_logits`: in the order of tokens, unused entries are -1.
+    `indexer_topk` of `indexer_logits`: in the order of tokens, unused entries are -1. The first
+    `init_tokens` and the last `local_tokens` keys that a query sees have the score +inf, as in
+    LongCat's sparse attention: written from the class Indexer of mlx-vlm's
+    `mlx_vlm/models/longcat_flash_sparse/language.py` (pull request 2063).
     """
     logits = indexer_logits(q, weights, keys, q_lens, mask=mask, dtype=dtype)
+    token = 0
+    for request, q_len in zip(keys, q_lens, strict=True):
+        kv_len = request.shape[0]
+        for position in range(kv_len - q_len, kv_len):
+            seen = list(range(*mask.interval(position, kv_len)))
+            always = seen[:init_tokens] + seen[max(len(seen) - local_tokens, 0) :]
+            logits[token, always] = inf
+            token += 1
     rows = indexer_topk(logits, k)
     token = 0
     for own, q_len in zip(slots, q_lens, strict=True):
@@ -167,10 +180,20 @@ def indexer_select_batched(
     k: int,
     *,
     mask: Mask = CAUSAL,
+    init_tokens: int = 0,
+    local_tokens: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """`indexer_select` of all queries of a request at once."""
     logits = indexer_logits_batched(q, weights, keys, q_lens, mask=mask, dtype=dtype)
+    token = 0
+    for request, q_len in zip(keys, q_lens, strict=True):
+        visible = visible_keys(mask, q_len, len(request), q.device)
+        rank = visible.cumsum(1)
+        is_local = rank > visible.sum(1, keepdim=True) - local_tokens
+        always = visible & ((rank <= init_tokens) | is_local)
+        logits[token : token + q_len, : len(request)].masked_fill_(always, inf)
+        token += q_len
     selected = indexer_topk_batched(logits, k)
     token = 0
     for own, q_len in zip(slots, q_lens, strict=True):

@@ -17,7 +17,11 @@ from mlakit.ops import indexer_select, norm_rope_quant_append, sparse_mla
 from mlakit.ops._checks import check_layer, check_result, check_seen_rows
 from mlakit.ops._refusals import refuse_grad, refuse_results
 from mlakit.ops.indexer import logits_problem, table_capacity
-from mlakit.ops.indexer_select import MAX_SCORE_BYTES, aligned_columns
+from mlakit.ops.indexer_select import (
+    MAX_SCORE_BYTES,
+    aligned_columns,
+    check_always_selected,
+)
 from mlakit.plan import EvenSplit
 from mlakit.steps.batch import CachedBatch, LayerWeights, append_tokens
 from mlakit.steps.checks import (
@@ -47,6 +51,8 @@ class IndexInputs:
     cache: PagedLatentCache  # of keys, its pages numbered by the page table of the latent cache
     layer: int = 0
     power_of_two_scales: bool = True  # of the appended keys, as in DeepSeek-V3.2
+    init_tokens: int = 0  # always selected, as in `indexer_select`
+    local_tokens: int = 0
 
     __repr__ = shapes_repr
 
@@ -90,8 +96,8 @@ def sparse_step(
     check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, None)
     if not (plan is None or isinstance(plan, EvenSplit)):
         raise TypeError(f"{dims.op}: plan must be an EvenSplit, got {type(plan).__name__}")
-    keys = check_index(dims, index, batch, lengths, max_kv_len, max_score_bytes)
-    dims.bind("k", dims.integer("k", k, 1), "k")
+    keys = check_index(dims, index, batch, lengths, k, max_kv_len, max_score_bytes)
+    dims.bind("k", k, "k")
     if rows is not None:
         refuse_results(dims.op, rows=rows)
         rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
@@ -110,6 +116,8 @@ def sparse_step(
             k,
             q_starts=batch.q_starts,
             layer=index.layer,
+            init_tokens=index.init_tokens,
+            local_tokens=index.local_tokens,
             max_kv_len=max_kv_len,
             max_score_bytes=max_score_bytes,
             out=rows,
@@ -162,6 +170,7 @@ def check_index(
     index: IndexInputs,
     batch: CachedBatch,
     lengths: StepLengths | None,
+    k: int,
     max_kv_len: int | None,
     max_score_bytes: int,
     shard: KVShard = UNSHARDED,
@@ -171,6 +180,7 @@ def check_index(
     shard  the tokens that the cache holds
     """
     dims.instance("index", index, IndexInputs)
+    check_always_selected(dims, dims.integer("k", k, 1), index.init_tokens, index.local_tokens)
     layer = check_layer(dims.op, index.cache, index.layer, owner="index.")
     row = layer.codec.row
     rope = f"rows with {row.qk_rope_head_dim} rope columns"

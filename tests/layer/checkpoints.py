@@ -26,6 +26,19 @@ SMALL: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 KIMI_K3 = {"model_type": "kimi_linear", "mla_use_nope": True, "mla_use_output_gate": True}
+LONGCAT = {
+    "model_type": "longcat2",
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "rms_norm_eps": 1e-5,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "index_topk": 16,
+    "index_k_norm_type": "rms",
+    "index_init_tokens": 3,
+    "index_local_tokens": 6,
+    "cli_factor": 2,
+}
 HY4 = {
     "model_type": "hy_v4",
     "indexer_types": ["full"] * 12,
@@ -72,7 +85,8 @@ def tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
         shapes["indexer.wq_b.weight"] = (c["index_n_heads"] * width, c["q_lora_rank"])
         shapes["indexer.wk.weight"] = (width, hidden)
         shapes["indexer.k_norm.weight"] = (width,)
-        shapes["indexer.k_norm.bias"] = (width,)
+        if c.get("index_k_norm_type") != "rms":
+            shapes["indexer.k_norm.bias"] = (width,)
         shapes["indexer.weights_proj.weight"] = (c["index_n_heads"], hidden)
     generator = torch.Generator().manual_seed(seed)
     made = {}

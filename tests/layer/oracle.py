@@ -1,7 +1,9 @@
 """One layer in float64, over a whole sequence, in the expanded form.
 
 The gate of Kimi K3 was written from `vllm/models/kimi_k3/nvidia/mla.py` of vLLM (commit 01b867e),
-whose layer has neither positions nor a sink: out = W_o (attention ⊙ sigmoid(W_g x)).
+whose layer has neither positions nor a sink: out = W_o (attention ⊙ sigmoid(W_g x)). The indexer of
+LongCat, with keys that are always selected, was written from the class Indexer of mlx-vlm's
+`mlx_vlm/models/longcat_flash_sparse/language.py` (pull request 2063).
 
 With `stored` every result of a projection, a norm and the attention is rounded to that dtype, and
 the arithmetic is float32: what a layer of that precision loses without any mistake.
@@ -111,10 +113,13 @@ class Oracle:
         q = self.linear("indexer.wq_b", self.latent_of_queries(x))
         q = q.view(len(x), g.index_n_heads, g.index_head_dim)
         k = self.linear("indexer.wk", x)
-        variance = k.var(-1, correction=0, keepdim=True)
-        k = (k - k.mean(-1, keepdim=True)) / (variance + c.index_epsilon).sqrt()
+        if c.index_rms_norm:
+            k = k / (k.square().mean(-1, keepdim=True) + c.index_epsilon).sqrt()
+        else:
+            variance = k.var(-1, correction=0, keepdim=True)
+            k = (k - k.mean(-1, keepdim=True)) / (variance + c.index_epsilon).sqrt()
         norm = self.parameters
-        k = k * norm["indexer.k_norm.weight"] + norm["indexer.k_norm.bias"]
+        k = k * norm["indexer.k_norm.weight"] + norm.get("indexer.k_norm.bias", 0)
         first = g.index_head_dim - g.qk_rope_head_dim if c.index_rope_last else 0
         turned = slice(first, first + g.qk_rope_head_dim)
         for each in (q, k):
@@ -123,4 +128,7 @@ class Oracle:
         by_head = torch.einsum("qhd,kd->qhk", q, k).relu()
         scores = torch.einsum("qhk,qh->qk", by_head, weights)
         scores = scores * (g.index_n_heads * g.index_head_dim) ** -0.5
+        key, query = torch.arange(len(x)), torch.arange(len(x))[:, None]
+        always = (key < c.init_tokens) | (key > query - c.local_tokens)
+        scores = scores.masked_fill(always, torch.inf)
         return scores.masked_fill(self.hidden(len(x), None), -torch.inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from tests.layer.checkpoints import (
     HY4,
     INDEX,
     KIMI_K3,
+    LONGCAT,
     SMALL,
     from_blocks,
     quantised,
     tensors,
     write_checkpoint,
 )
-from tests.layer.serving import serve
+from tests.layer.oracle import Oracle
+from tests.layer.selections import positions_of
+from tests.layer.serving import Server, serve
 
 LITE = SMALL | {"model_type": "deepseek_v2", "q_lora_rank": None}
 SPARSE = SMALL | INDEX
@@ -45,7 +49,14 @@ def served(layer: MLAAttention, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [SMALL, LITE, SPARSE, SMALL | {"attention_bias": True}, SMALL | HY4, SMALL | KIMI_K3],
+    [
+        SMALL,
+        LITE,
+        SPARSE,
+        SMALL | {"attention_bias": True},
+        SMALL | HY4,
+        SMALL | KIMI_K3,
+    ],
 )
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
 def test_every_tensor_is_read(tmp_path, config, index):
@@ -88,6 +99,29 @@ def test_two_attentions_in_a_layer_need_a_prefix(tmp_path):
         MLAAttention.load_safetensors(tmp_path, 2)
     layer = MLAAttention.load_safetensors(tmp_path, 2, prefix="model.layers.2.self_attn.1.")
     assert layer.config.q_factor == pytest.approx(2**0.5)
+
+
+def test_the_second_attention_of_a_sparse_longcat_layer_has_no_indexer(tmp_path):
+    config = SMALL | LONGCAT
+    stored = {f"0.{name}": values for name, values in tensors(config).items()}
+    dense = {name: value for name, value in config.items() if not name.startswith("index_")}
+    stored |= {f"1.{name}": values for name, values in tensors(dense, seed=1).items()}
+    write_checkpoint(tmp_path, config, {3: stored})
+    first, second = (
+        MLAAttention.load_safetensors(tmp_path, 3, prefix=f"model.layers.3.self_attn.{i}.")
+        for i in range(2)
+    )
+    assert (first.config.selection, second.config.selection) == ("own", "shared")
+    assert second.indexer is None
+    x, rows = inputs()[0], torch.empty(24, 16, dtype=torch.int32)
+    server = Server(first, [24], num_layers=2)
+    batch = server.batch([24])
+    first(x, batch, index_cache=server.index_cache, rows=rows)
+    found = second(x, replace(batch, layer=1), rows=rows)
+    exact = Oracle(second.config, dict(second.named_parameters())).run(
+        x, positions_of(rows, server, 0)
+    )
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -20,7 +20,16 @@ from mlakit.layer.linear import Linear
 from mlakit.layer.rotary import RopeTable
 from mlakit.steps import decode_branch
 from mlakit.tools.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
-from tests.layer.checkpoints import HY4, INDEX, KIMI_K3, SMALL, in_blocks, quantised, tensors
+from tests.layer.checkpoints import (
+    HY4,
+    INDEX,
+    KIMI_K3,
+    LONGCAT,
+    SMALL,
+    in_blocks,
+    quantised,
+    tensors,
+)
 from tests.layer.models import FAMILIES, HIDDEN
 from tests.layer.oracle import Oracle
 from tests.layer.selections import check_selection, selected_by
@@ -343,6 +352,25 @@ def test_a_sparse_layer_against_the_oracle(index_format, hadamard):
     check_selection(scores, chosen, 16, spread * (1e-5 if index_format == "fp32" else 0.15))
     naive = Oracle(layer.config, parameters, stored=torch.float32)
     assert_matches("out", found, oracle.run(x, chosen), naive.run(x, chosen))
+
+
+def test_longcats_indexer_selects_the_first_and_the_last_tokens_always():
+    config = DENSE | LONGCAT
+    layer = layer_of(config)
+    c = layer.config
+    assert (c.init_tokens, c.local_tokens, c.index_rms_norm, c.selection) == (3, 6, True, "own")
+    assert c.q_factor == c.latent_factor == 2**0.5
+    (x,) = inputs(lengths=[50])
+    found, chosen = selected_by(layer, x, [30, 1, 4, 15], index_format="fp32")
+    oracle = Oracle(c, dict(layer.named_parameters()))
+    scores = oracle.index_scores(x)
+    spread = float(scores[scores.isfinite()].std())
+    check_selection(scores, chosen, 16, spread * 1e-5)
+    assert all({0, 1, 2, *range(p - 5, p + 1)} <= set(chosen[p]) for p in range(9, 50))
+    naive = Oracle(c, dict(layer.named_parameters()), stored=torch.float32)
+    assert_matches("out", found, oracle.run(x, chosen), naive.run(x, chosen))
+    others = replace(c, init_tokens=0, local_tokens=0)
+    assert not torch.equal(Oracle(others, dict(layer.named_parameters())).index_scores(x), scores)
 
 
 def test_the_queries_of_the_indexer_are_fp8_where_its_cache_is():

@@ -537,6 +537,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "logits": logits_call,
     "logits-flat-null-max": lambda: logits_call("bf16", flat=True, mask=masks.NULL, max_kv_len=10),
     "select": select_call,
+    "select-always": lambda: select_call(init_tokens=1, local_tokens=2),
     "select-flat-null-whole": lambda: select_call(
         "bf16", flat=True, mask=masks.NULL, max_kv_len=None, max_score_bytes=2**20
     ),

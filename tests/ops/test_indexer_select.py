@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import ops
+from mlakit import PagedLatentCache, RowShape, ops
+from mlakit.cache import request_slots
 from mlakit.model import masks
 from mlakit.ops import physical_rows
 from mlakit.tools.testing import assert_same_bits
@@ -52,6 +53,38 @@ def test_a_decode_step_selects_the_same_whatever_its_table_can_hold(place):
     others = {"page_table": wide, "max_kv_len": None, "max_score_bytes": 2**20}
     (of_capacity,) = call.run(backend=place.backend, **others)
     assert_same_bits("rows", of_capacity, rows)
+
+
+@pytest.mark.interpreted
+def test_the_first_and_the_last_keys_are_selected_whatever_their_scores(place):
+    """A prompt of 9 tokens in blocks of 2 queries; with equal scores the earlier keys would win."""
+    cache = PagedLatentCache.allocate(RowShape(4, 0), "fp32", num_pages=3, page_size=4)
+    cache.payload.fill_(torch.nan)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    slots = request_slots(table, 4, 0, 0, 9)
+    cache.layer(0).write(slots, torch.ones(9, 4))
+    call = Call(
+        ops.indexer_select,
+        {
+            "q": torch.ones(9, 1, 4),
+            "weights": torch.ones(9, 1),
+            "cache": cache,
+            "page_table": table,
+            "kv_lens": torch.tensor([9], dtype=torch.int32),
+            "k": 4,
+            "q_starts": torch.tensor([0, 9], dtype=torch.int32),
+            "init_tokens": 1,
+            "local_tokens": 2,
+            "max_score_bytes": 2 * 12 * 4,
+        },
+    )
+    (rows,) = call.on(place.device).run(backend=place.backend)
+    chosen = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    chosen += [sorted({0, 1, p - 1, p}) for p in range(4, 9)]  # key 1 is the best of the others
+    wanted = torch.full((9, 4), -1, dtype=torch.int32)
+    for row, keys in zip(wanted, chosen, strict=True):
+        row[: len(keys)] = slots[torch.tensor(keys)].int()
+    assert_same_bits("rows", rows.cpu(), wanted)
 
 
 @pytest.mark.interpreted

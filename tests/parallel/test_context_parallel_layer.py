@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlakit import MLAAttention, plan_step
-from tests.layer.checkpoints import HY4, INDEX, SMALL, tensors, write_checkpoint
+from tests.layer.checkpoints import HY4, INDEX, LONGCAT, SMALL, tensors, write_checkpoint
 from tests.layer.serving import Server
 from tests.parallel import layers
 from tests.parallel.ranks import WORLDS
@@ -16,6 +16,9 @@ KINDS = {
     "dense": SMALL,
     "sparse": SMALL | INDEX | {"index_topk": 6},
     "gate and sinks": SMALL | HY4 | {"index_topk": 6},
+    "always selected": SMALL
+    | LONGCAT
+    | {"index_topk": 6, "index_init_tokens": 1, "index_local_tokens": 3},
 }
 
 

@@ -60,6 +60,8 @@ class SparseStep:
     format: str = "fp8_token"
     paged: bool = False
     power_of_two: bool = True
+    init_tokens: int = 0
+    local_tokens: int = 0
 
     def _normal(self, seed: int, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + seed))
@@ -100,6 +102,8 @@ class SparseStep:
             cache,
             layer,
             self.power_of_two,
+            self.init_tokens,
+            self.local_tokens,
         )
 
     def arguments(self) -> tuple[Tensor, Tensor, LayerWeights, CachedBatch, IndexInputs]:
@@ -127,8 +131,10 @@ class SparseStep:
             layer.read(request_slots(step.table, PAGE_SIZE, b, 0, n), F64)
             for b, n in enumerate(step.kv_lens)
         ]
-        scores = reference.indexer_logits(index.q, index.weights, keys, step.q_lens)
-        chosen = reference.indexer_topk(scores.float(), k)
+        tokens = [torch.arange(n) for n in step.kv_lens]
+        always = {"init_tokens": self.init_tokens, "local_tokens": self.local_tokens}
+        given = (index.q, index.weights, keys, tokens, step.q_lens, k)
+        chosen = reference.indexer_select(*given, **always, dtype=F32)
         return [[at for at in own if at >= 0] for own in chosen.tolist()]
 
     def physical(self, lists: list[list[int]], k: int) -> Tensor:
@@ -157,6 +163,7 @@ CASES = {
     "empty-requests": SparseStep(Step(kv_lens=(0, 9, 5, 0), q_lens=(0, 2, 0, 0))),
     "nothing-cached": SparseStep(STEPS["nothing-cached"]),
     "sink": SparseStep(STEPS["sink"]),
+    "always-selected": SparseStep(init_tokens=1, local_tokens=2),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 

@@ -129,12 +129,14 @@ def select_rows(
     step: Step,
     k: int,
     out: Tensor | None = None,
+    always_selected: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Return [rows of q, k] int32: the cache rows of every query's best keys, −1 after them.
 
     q           [tokens, index_heads, 128] e4m3; rows after the step's tokens are padding
     weights     [tokens, index_heads, 1] float32 with q's scale in them
     index_keys  [pages, page bytes] uint8: 128 e4m3 of every token, then a float32 scale of each
+    always_selected   first and last tokens that are selected whatever their scores
     """
     if out is None:
         out = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
@@ -149,6 +151,8 @@ def select_rows(
         batch.kv_lens,
         k,
         q_starts=batch.q_starts,
+        init_tokens=always_selected[0],
+        local_tokens=always_selected[1],
         max_kv_len=min(step.max_kv_len, batch.block_table.shape[1] * step.page_size),
         out=out[:tokens],
     )

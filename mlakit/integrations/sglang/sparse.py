@@ -24,6 +24,7 @@ class SparseBackend(DenseBackend):
 
     def __init__(self, runner: Any, draft_step: int | None = None) -> None:
         super().__init__(runner, draft_step)
+        self.always_selected = always_selected(runner.model_config.hf_config)
         seams.replace_selection(select, lambda metadata: isinstance(metadata, IndexerMetadata))
 
     def _require_support(self, runner: Any) -> None:
@@ -32,9 +33,9 @@ class SparseBackend(DenseBackend):
         pooled = seams.keys_per_index_key(config)
         require(page_size == INDEX_PAGE, "page_size", f"be {INDEX_PAGE} with an indexer", page_size)
         require(pooled == 1, "index_kpool", "be 1: a key for every token", pooled)
-        for name in ("index_init_tokens", "index_local_tokens"):
-            tokens = getattr(config, name, 0)
-            require(not tokens, name, "be 0", tokens)
+        topk, always = self._index_topk(runner.model_config), sum(always_selected(config))
+        name = "index_init_tokens and index_local_tokens together"
+        require(always <= (topk or 0), name, f"be at most index_topk, {topk}", always)
         is_split = seams.is_dsa_enable_prefill_cp()
         require(not is_split, "enable_prefill_cp", "be off with an indexer", is_split)
         is_offloaded = getattr(runner, "hisparse_coordinator", None) is not None
@@ -45,7 +46,7 @@ class SparseBackend(DenseBackend):
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> IndexerMetadata:
         """Return the metadata of the step that a layer's indexer needs."""
-        return IndexerMetadata(self._current())
+        return IndexerMetadata(self._current(), self.always_selected)
 
     def _attend(
         self,
@@ -73,8 +74,8 @@ class SparseBackend(DenseBackend):
 class IndexerMetadata(BaseIndexerMetadata):
     """The step, under SGLang's names."""
 
-    def __init__(self, step: calls.Step) -> None:
-        self.step = step
+    def __init__(self, step: calls.Step, always_selected: tuple[int, int]) -> None:
+        self.step, self.always_selected = step, always_selected
 
     def get_seqlens_int32(self) -> Tensor:
         return self.step.batch.kv_lens
@@ -106,4 +107,13 @@ def select(
 ) -> Tensor:
     """The selection of one layer in a step, in the place of the indexer's own."""
     keys = seams.index_keys(indexer, layer_id)
-    return calls.select_rows(q, weights, keys, metadata.step, indexer.index_topk, out)
+    always = metadata.always_selected
+    return calls.select_rows(q, weights, keys, metadata.step, indexer.index_topk, out, always)
+
+
+def always_selected(config: Any) -> tuple[int, int]:
+    """The first and the last tokens that LongCat's indexer always selects; 0 in other models."""
+    first, last = (
+        getattr(config, name, 0) or 0 for name in ("index_init_tokens", "index_local_tokens")
+    )
+    return first, last

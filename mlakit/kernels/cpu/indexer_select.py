@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from mlakit.cache import token_requests, token_slots
+from mlakit.cache import token_positions, token_slots
 from mlakit.kernels.arguments import SelectBlockArguments, TopkArguments
 from mlakit.kernels.cpu.indexer import indexer_topk
 from mlakit.model.masks import Mask
@@ -28,8 +29,18 @@ def plan_query_blocks(
 
 def indexer_select(a: SelectBlockArguments, out: Tensor) -> None:
     tokens, k = out.shape
+    request, position = token_positions(a.kv_lens, a.q_starts, a.first_token + tokens)
+    if a.init_tokens or a.local_tokens:
+        _put_first(a, position[a.first_token :], a.kv_lens[request[a.first_token :]])
     indexer_topk(TopkArguments(a.logits, k, None, None, "cpu"), out)
-    request, _ = token_requests(a.q_starts, a.first_token + tokens)
     found = out >= 0
     request = request[a.first_token :, None].expand(tokens, k)[found]
     out[found] = token_slots(a.page_table, a.page_size, request, out[found].long()).int()
+
+
+def _put_first(a: SelectBlockArguments, position: Tensor, kv_len: Tensor) -> None:
+    """Give the keys that are always selected a score above all others."""
+    for scores, *query in zip(a.logits, position.tolist(), kv_len.tolist(), strict=True):
+        first, last = a.mask.interval(*query)
+        scores[first : min(first + a.init_tokens, last)] = torch.inf
+        scores[max(last - a.local_tokens, first) : last] = torch.inf

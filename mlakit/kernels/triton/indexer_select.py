@@ -1,6 +1,10 @@
-"""Blocks of query tokens for `indexer_select`, portable Triton; `indexer_topk` has its selection.
+"""`indexer_select`, portable Triton: blocks of query tokens, and keys that are always selected.
 
-Work       one program per block and run of requests
+Maths      keys that are always selected have the score +inf; `indexer_topk` selects
+Work       blocks: one program per block and run of requests. Scores: one program per query token
+           and run of keys
+Limits     none
+Lineage    own design
 """
 
 from __future__ import annotations
@@ -13,12 +17,38 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.kernels import workspace
+from mlakit.kernels.arguments import SelectBlockArguments
 from mlakit.kernels.launch import launch
+from mlakit.kernels.triton.arguments import length_arguments
 from mlakit.kernels.triton.configs import power_of_two
+from mlakit.kernels.triton.indexer_topk import find_visible, select_rows
 from mlakit.model.masks import Mask
 
 BATCH_BLOCK = 1024
+ALWAYS_BLOCK = 256  # keys
 ALIGNMENT = 4  # int32
+
+
+def indexer_select(a: SelectBlockArguments, out: Tensor) -> None:
+    tokens, always = len(out), a.init_tokens + a.local_tokens
+    if tokens and always:
+        launch(
+            _put_first_kernel,
+            (tokens, triton.cdiv(always, ALWAYS_BLOCK)),
+            logits=a.logits,
+            lengths=length_arguments(a.q_starts, a.kv_lens),
+            columns=a.logits.shape[1],
+            first_token=a.first_token,
+            num_requests=a.kv_lens.shape[0],
+            window=a.mask.window,
+            init_tokens=a.init_tokens,
+            local_tokens=a.local_tokens,
+            stride_logits=a.logits.stride(0),
+            MASK=a.mask.traits,
+            BLOCK=ALWAYS_BLOCK,
+            num_warps=4,
+        )
+    select_rows(a, out)
 
 
 def plan_query_blocks(
@@ -49,6 +79,36 @@ def plan_query_blocks(
         num_warps=4,
     )
     return [(starts[i, : batch + 1], lens[i, :batch]) for i in range(len(blocks))]
+
+
+VARYING_ALWAYS = [
+    *("columns", "first_token", "num_requests", "window", "init_tokens", "local_tokens"),
+    "stride_logits",
+]
+
+
+@triton.jit(do_not_specialize=VARYING_ALWAYS)
+def _put_first_kernel(
+    logits,  # [tokens, columns] float32
+    lengths,  # `LengthArguments`
+    columns,
+    first_token,  # that the first row is of
+    num_requests,
+    window,
+    init_tokens,
+    local_tokens,
+    stride_logits,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    _, first, last = find_visible(first_token + row, lengths, num_requests, window, MASK)
+    last = tl.minimum(last, columns)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_init = index < init_tokens
+    column = tl.where(is_init, first + index, last - local_tokens + index - init_tokens)
+    is_seen = (column >= first) & (column < last) & (index < init_tokens + local_tokens)
+    tl.store(logits + row * stride_logits + column, float("inf"), mask=is_seen)
 
 
 VARYING = ["batch", "size", "tokens", "columns", "stride_q_starts", "stride_kv_lens"]

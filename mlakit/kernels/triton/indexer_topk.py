@@ -1,4 +1,4 @@
-"""The k best columns of every row of logits, portable Triton; `indexer_select` as physical rows.
+"""The k best columns of every row of logits, portable Triton; `select_rows` as physical rows.
 
 Maths      the k-th best rank is found by a search: count the ranks above a floor, until exactly k
            are or until all that are left are equal
@@ -68,7 +68,7 @@ def indexer_topk(a: TopkArguments, out: Tensor) -> None:
     _select(a.logits, out, bounds, None, length_arguments(None, None), NULL)
 
 
-def indexer_select(a: SelectBlockArguments, out: Tensor) -> None:
+def select_rows(a: SelectBlockArguments, out: Tensor) -> None:
     """Rows are query tokens: the kernel finds what each sees, and looks its columns up."""
     _select(
         *(a.logits, out, NO_BOUNDS, a.page_table, length_arguments(a.q_starts, a.kv_lens), a.mask),
@@ -243,12 +243,9 @@ def _select_kernel(
             last = tl.load(bounds.ends + row * bounds.stride_ends).to(tl.int32)
         entries = scores.out  # not read
         if lengths.q_starts is not None:
-            request = _find_request(first_token + row, lengths, num_requests)
-            end_at = lengths.q_starts + (request + 1) * lengths.stride_q_starts
-            q_end = tl.load(end_at).to(tl.int32)
-            kv_len = tl.load(lengths.kv_lens + request * lengths.stride_kv_lens).to(tl.int32)
-            position = kv_len - q_end + first_token + row.to(tl.int32)
-            first, last = mask_interval(position, kv_len, window, MASK)
+            request, first, last = find_visible(
+                first_token + row, lengths, num_requests, window, MASK
+            )
             entries = page_table.entries + request * stride_table_request
             if IS_FLAT:
                 first_entry = tl.load(page_table.starts + request * page_table.stride_starts)
@@ -434,6 +431,20 @@ def _fill(best, taken, k, STEP: tl.constexpr):
     for start in range(taken, k, STEP):
         index = start + tl.arange(0, STEP)
         tl.store(best.columns + index, -1, mask=index < k)
+
+
+@triton.jit
+def find_visible(token, lengths, num_requests, window, MASK: tl.constexpr):
+    """Return (request, first, last): the keys [first, last) of a request that a query token sees.
+
+    token  int64
+    """
+    request = _find_request(token, lengths, num_requests)
+    end_at = lengths.q_starts + (request + 1) * lengths.stride_q_starts
+    q_end = tl.load(end_at).to(tl.int32)
+    kv_len = tl.load(lengths.kv_lens + request * lengths.stride_kv_lens).to(tl.int32)
+    first, last = mask_interval(kv_len - q_end + token.to(tl.int32), kv_len, window, MASK)
+    return request, first, last
 
 
 @triton.jit

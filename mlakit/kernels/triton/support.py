@@ -74,7 +74,7 @@ SPECS = (
     replace(_spec("sparse_mla", "sparse"), predicate=_general_why_not),
     replace(_spec("indexer_logits", "indexer"), predicate=_why_not_indexer),
     _spec("indexer_topk", "indexer_topk"),
-    replace(_spec("indexer_select", "indexer_topk"), planner=_QUERY_BLOCKS),
+    replace(_spec("indexer_select", "indexer_select"), planner=_QUERY_BLOCKS),
     _spec("physical_rows", "physical_rows"),
     _spec("merge_states", "merge"),
 )

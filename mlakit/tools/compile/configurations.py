@@ -145,6 +145,7 @@ CONFIGURATIONS: dict[str, Case] = {
     "select-prefill": _select(kv_lens=(200,), q_lens=(150,), block_tokens=140, spare_columns=6000),
     "select-long": _select(kv_lens=(200,), q_lens=(150,), spare_columns=20000),
     "select-short": _select(k=64, flat_table=True),
+    "select-always": _select(init_tokens=16, local_tokens=1024, spare_columns=16384),
     "merge-2": MergeCase(num_parts=2, v_width=512, heads=16),
     "merge-8-fp32": MergeCase(num_parts=8, v_width=128, heads=16, dtype="fp32", sink="finite"),
     "sparse-odd-pages": _sparse(

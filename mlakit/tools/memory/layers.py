@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mlakit.model.config import ConfigFields, config_path, read_config
 from mlakit.model.geometry import MLAGeometry
-from mlakit.model.releases import ALIASES, HY4, RELEASES
+from mlakit.model.releases import ALIASES, HY4, RELEASES, is_longcat_type
 from mlakit.model.v4 import CSA, V4Config, is_v4
 
 LINEAR = "linear_attention"
@@ -57,7 +57,7 @@ def layer_counts(config: ConfigFields) -> LayerCounts:
 
 def _num_layers(config: ConfigFields) -> int:
     # a layer of LongCat-Flash has two attentions; transformers adds num_hidden_layers
-    is_double = config.get("model_type") == "longcat_flash"
+    is_double = is_longcat_type(config.get("model_type"))
     name = "num_layers" if is_double else "num_hidden_layers"
     if config.get(name) is None:
         raise ValueError(f"{config.source} has no {name}: its cache cannot be computed")
@@ -94,7 +94,10 @@ def _indexer_layers(config: ConfigFields, total: int) -> list[bool]:
     for name in ("indexer_types", "index_topk_pattern"):
         kinds = config.get(name)
         if kinds is not None:
-            return [each in ("full", "F") for each in _per_layer(config, name, kinds, total)]
+            owning = ("full", "F", "C")
+            return [each in owning for each in _per_layer(config, name, kinds, total)]
+    if config.get("cli_factor") is not None:
+        return [layer % max(config.integer("cli_factor"), 1) == 0 for layer in range(total)]
     # the defaults of transformers
     every = max(config.get("index_topk_freq", 4 if config.get("model_type") == HY4 else 1), 1)
     offset = config.get("index_skip_topk_offset", 2)

@@ -34,6 +34,7 @@ class IndexerSelectCase(BatchedCase, PagedCase):
     spare_columns  max_kv_len less the longest kv_len; None: no max_kv_len
     block_tokens   queries whose scores fit max_score_bytes; 0: no max_score_bytes
     specials       share of the queries of which one head is NaN, +inf or −inf
+    init_tokens, local_tokens   first and last keys that are always selected
     given_results  pass out=
     """
 
@@ -52,6 +53,8 @@ class IndexerSelectCase(BatchedCase, PagedCase):
     spare_columns: int | None = 3
     block_tokens: int = 0
     specials: float = 0.0
+    init_tokens: int = 0
+    local_tokens: int = 0
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
@@ -87,6 +90,7 @@ class IndexerSelectCase(BatchedCase, PagedCase):
             columns = last.shape[-1] * (1 if self.flat_table else self.page_size)
         if self.block_tokens:
             options["max_score_bytes"] = max(self.block_tokens * 4 * (-(-columns // 4) * 4), 1)
+        always = {"init_tokens": self.init_tokens, "local_tokens": self.local_tokens}
         out = None
         if self.given_results:
             out = inputs.result("out", (tokens, self.k), torch.int32)
@@ -104,6 +108,7 @@ class IndexerSelectCase(BatchedCase, PagedCase):
                 mask=mask,
                 out=out,
                 backend=backend,
+                **always,
                 **options,
             )
             return (rows,)
@@ -112,7 +117,7 @@ class IndexerSelectCase(BatchedCase, PagedCase):
             assert_given("rows", results[0], out)
             own = [each.to(inputs.drawn_on) for each in (q, weights)]
             expected = self.reference.indexer_select(
-                *own, keys, slots, self.q_lens, self.k, mask=mask
+                *own, keys, slots, self.q_lens, self.k, mask=mask, **always
             )
             assert_same_bits("rows", results[0].to(inputs.drawn_on), expected)
 

@@ -351,13 +351,18 @@ def indexer_select_case(draw: Draw, format: Format) -> IndexerSelectCase:
     requests = _lengths(draw, shape["page_size"])
     masked = _masked(draw)
     may_split = masked["mask"] not in ("sliding_window_noncausal", "chunked")
+    k = draw.choice((draw.integer(1, 12), draw.integer(1, 250)))
+    always = draw.integer(0, k) if draw.flip() else 0
+    init_tokens = draw.integer(0, always)
     return IndexerSelectCase(
         **{**shape, "tensor_scale": 0.25 if format == "fp8" else 1.0, "power_of_two": True},
         **requests,
         **masked,
         implicit_starts=_may_imply_starts(draw, requests),
         heads=draw.integer(1, 20),
-        k=draw.choice((draw.integer(1, 12), draw.integer(1, 250))),
+        k=k,
+        init_tokens=init_tokens,
+        local_tokens=always - init_tokens,
         dtype=draw.choice((*PLAIN, "e4m3")),
         flat_table=draw.flip(),
         spare_columns=draw.integer(0, 9) if draw.flip() else None,

@@ -103,6 +103,27 @@ def test_tokens_attend_to_the_rows_that_the_indexer_selects(cache, q_lens, devic
     check_attention(engine, out, q, rows[:tokens], sink=sink.cpu())
 
 
+@pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [3, 40, 1, 129]])
+def test_longcats_first_and_last_tokens_are_always_selected(q_lens, device, monkeypatch):
+    always = {"index_init_tokens": 2, "index_local_tokens": 5}
+    engine = Engine(monkeypatch, LENGTHS, device, **SPARSE | always)
+    mode = ForwardMode.DECODE if sum(q_lens) == 4 else ForwardMode.EXTEND
+    batch, keys = engine.batch(mode, q_lens), engine.index_keys()
+    engine.backend.init_forward_metadata(batch)
+    q, weights = index_queries(sum(q_lens), device)
+    rows = select(engine, batch, q, weights).tolist()
+    token = 0
+    for request, (length, count) in enumerate(zip(LENGTHS, q_lens, strict=True)):
+        slots = engine.slots(request, length).tolist()
+        for position in range(length - count, length):
+            seen = slots[: position + 1]
+            found = [row for row in rows[token] if row >= 0]
+            assert len(found) == len(set(found)) == min(TOPK, len(seen))
+            assert {*seen[:2], *seen[-5:]} <= set(found) <= set(seen)
+            token += 1
+    assert keys.page_size == 64
+
+
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3 of DSA"])
 def test_queries_are_not_copied(cache, monkeypatch):
     """The tokens of a head lie together, which sparse kernels take."""
@@ -224,7 +245,10 @@ def test_a_layer_without_a_selection_is_an_error(monkeypatch):
     [
         ({"page": 1}, "page_size must be 64 with an indexer, got 1"),
         ({"index_kpool": 4}, "index_kpool must be 1"),
-        ({"index_local_tokens": 16}, "index_local_tokens must be 0, got 16"),
+        (
+            {"index_local_tokens": TOPK, "index_init_tokens": 1},
+            f"index_local_tokens together must be at most index_topk, {TOPK}, got {TOPK + 1}",
+        ),
         ({"settings": Settings(prefill_cp=True)}, "enable_prefill_cp must be off"),
     ],
 )

@@ -64,6 +64,8 @@ MUTATIONS = [
     line(IndexerTopkCase, "indexer", "any of the equal ones", "taken < equal", "taken > equal"),
     kernel(IndexerSelectCase, "selects the worst", lambda a: {"logits": reversed_(a["logits"])}),
     kernel(IndexerSelectCase, "takes every block for the first", lambda a: {"first_token": 0}),
+    kernel(IndexerSelectCase, "forgets the first keys", lambda a: {"init_tokens": 0}),
+    kernel(IndexerSelectCase, "forgets the last keys", lambda a: {"local_tokens": 0}),
     kernel(IndexerSelectCase, "gives columns", after=lambda a: give_columns(a)),
     kernel(IndexerSelectCase, "drops the last row", after=lambda a: a["out"][:, -1:].fill_(-1)),
     line(IndexerSelectCase, "indexer_select", "ignores the queries after a block", "- after)", ")"),

@@ -29,6 +29,12 @@ WRONG: CallTables = {
     },
     "select": {
         "k must be at least 1, got 0": {"k": 0},
+        "k must be at least init_tokens and local_tokens together, 5, got 4": {
+            "init_tokens": 2,
+            "local_tokens": 3,
+        },
+        "init_tokens must be at least 0, got -1": {"init_tokens": -1},
+        "local_tokens must be at least 0, got -2": {"local_tokens": -2},
         "max_score_bytes must hold the scores of one query, 48 bytes, got 47": {
             "max_score_bytes": 47
         },
