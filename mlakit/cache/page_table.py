@@ -21,6 +21,13 @@ def from_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def capacity_of(page_table: PageTable, page_size: int) -> int:
+    """Return the most tokens that a request of this page table can have."""
+    if isinstance(page_table, tuple):
+        return page_table[1].shape[0]
+    return page_table.shape[1] * page_size
+
+
 def request_slots(
     page_table: PageTable, page_size: int, request: int, first: int, last: int
 ) -> Tensor:

@@ -31,6 +31,11 @@ def filled(value: T | None) -> T:
     return value
 
 
+def stride_of(tensor: Tensor | None, axis: int) -> int:
+    """Return a stride, 0 for a tensor that is not there."""
+    return 0 if tensor is None else tensor.stride(axis)
+
+
 class AppendArguments(NamedTuple):
     """Arguments of `norm_rope_quant_append`. Rows are named by page_table, kv_lens and q_starts, or
     by slots and positions; the other fields are None."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
+from mlakit.cache.page_table import capacity_of
 from mlakit.dispatch import selection
 from mlakit.dispatch.checks import Dims
 from mlakit.dispatch.knobs import Backend, DecodeKernel
@@ -186,7 +187,7 @@ def decode_problem(
         mask=a.mask.kind,
         uses=tuple(uses),
         num_tokens=a.num_tokens,
-        max_keys=_capacity(a.page_table, a.layer),
+        max_keys=capacity_of(a.page_table, a.layer.page_size),
         num_sms=num_sms(a.layer.payload.device),
         is_batch_invariant=is_batch_invariant,
     )
@@ -196,13 +197,6 @@ def _have_same_gaps(first: Tensor, second: Tensor) -> bool:
     """Return whether pages [pages, page_size, columns] of both are as many rows apart."""
     rows = (first.stride(0) * second.stride(1), second.stride(0) * first.stride(1))
     return first.shape[0] <= 1 or first.shape[1] == 1 or rows[0] == rows[1]
-
-
-def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
-    """Keys that a request may have."""
-    if isinstance(page_table, tuple):
-        return page_table[1].shape[0]
-    return page_table.shape[1] * layer.page_size
 
 
 def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mlakit import ops, reference
 from mlakit.cache import PagedLatentCache, PageTable, request_slots
+from mlakit.cache.layouts import bits
 from mlakit.formats import row_codec
 from mlakit.model import masks
 from mlakit.model.geometry import RowShape
@@ -57,13 +58,8 @@ def strided(tensor: Tensor) -> Tensor:
     room = tensor.new_empty(*leading, rows + 1, columns + 3)
     poison(room)
     view = room[..., :rows, :columns]
-    _bits(view).copy_(_bits(tensor))
+    bits(view).copy_(bits(tensor))
     return view
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """torch cannot copy e4m3 everywhere; bytes it can."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mlakit.kernels.arguments import PrefillArguments
-from mlakit.kernels.cpu.prefill_fused import Request, attend_request
+from mlakit.kernels.cpu.prefill_fused import Request, attend_request, slices
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.model.masks import Mask
@@ -109,8 +109,8 @@ class _Block:
 def _blocks(q: Tensor, v: Tensor, request: Request) -> Iterator[_Block]:
     tiling = _tiling(q, v, request.q_len, request.kv_len)
     first_position = request.kv_len - request.rows.stop
-    for rows in _slices(request.rows.start, request.rows.stop, tiling.block):
-        for heads in _slices(0, q.shape[1], tiling.heads):
+    for rows in slices(request.rows.start, request.rows.stop, tiling.block):
+        for heads in slices(0, q.shape[1], tiling.heads):
             yield _Block(rows, request.keys, heads, first_position, tiling)
 
 
@@ -163,7 +163,7 @@ def _attend(a: PrefillArguments, block: _Block) -> tuple[Tensor, Tensor]:
             k *= scales.k[tile]
         if scales.v is not None:
             values *= scales.v[tile].T[..., None]
-        for rows in _slices(0, num_queries, tiling.queries):
+        for rows in slices(0, num_queries, tiling.queries):
             by_any, by_all = _seen(mask, positions[rows], num_keys)
             low, high = max(start, by_any[0]), min(stop, by_any[1])
             if low >= high:
@@ -177,10 +177,6 @@ def _attend(a: PrefillArguments, block: _Block) -> tuple[Tensor, Tensor]:
             visible = None if is_full else mask.visible(positions[rows], keys)
             state[:, rows].add(scores, values[:, some], visible)
     return state.finish(None if a.sink is None else a.sink[own, None])
-
-
-def _slices(first: int, last: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, last)) for start in range(first, last, step)]
 
 
 def _seen(mask: Mask, positions: Tensor, num_keys: int) -> tuple[tuple[int, int], tuple[int, int]]:

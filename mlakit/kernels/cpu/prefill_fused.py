@@ -91,7 +91,7 @@ def _attend(
     """
     tiling = _tiling(a, request, dtype)
     for heads in even_slices(a.q.shape[1], tiling.heads):
-        for queries in _slices(0, request.q_len, tiling.queries):
+        for queries in slices(0, request.q_len, tiling.queries):
             block = _attend_block(
                 a, request, heads, queries, tiling.keys, dtype, has_values=out is not None
             )
@@ -222,7 +222,7 @@ def _key_tiles(
         own = slice(first + before + queries.start, first + before + queries.stop)
         yield own, True
         last = own.start
-    for tile in _slices(first, last, key_tile):
+    for tile in slices(first, last, key_tile):
         yield tile, False
 
 
@@ -246,5 +246,5 @@ def _expanded(
     return k.transpose(0, 1), rows[..., :width].transpose(0, 1)
 
 
-def _slices(first: int, last: int, step: int) -> list[slice]:
+def slices(first: int, last: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, last)) for start in range(first, last, step)]

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.kernels.arguments import AppendRowsArguments
+from mlakit.kernels.arguments import AppendRowsArguments, stride_of
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import cache_arguments, stride_of
+from mlakit.kernels.triton.arguments import cache_arguments
 from mlakit.kernels.triton.configs import pick_append_config
 from mlakit.kernels.triton.rope import load_pairs
 from mlakit.kernels.triton.store_rows import store_latent, store_rope, store_traits

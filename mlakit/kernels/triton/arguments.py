@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from mlakit.cache import CacheLayer, PageTable
+from mlakit.cache.layouts import bits
+from mlakit.kernels.arguments import stride_of
 
 
 class QueryArguments(NamedTuple):
@@ -80,20 +81,20 @@ class PageTableArguments(NamedTuple):
 
 def query_arguments(latent: Tensor, rope: Tensor, scale: Tensor | None) -> QueryArguments:
     return QueryArguments(
-        *(as_bytes(latent), as_bytes(rope), scale),
+        *(bits(latent), bits(rope), scale),
         *(*latent.stride()[:2], *rope.stride()[:2], stride_of(scale, 0)),
     )
 
 
 def cache_arguments(layer: CacheLayer) -> CacheArguments:
-    payload, beside, scale = as_bytes(layer.payload), layer.beside, layer.tensor_scale
+    payload, beside, scale = bits(layer.payload), layer.beside, layer.tensor_scale
     host_scale, device_scale = 1.0, None
     if isinstance(scale, Tensor):
         device_scale = scale.to(payload.device)
     else:
         host_scale = float(scale)
     beside_strides = (0, 0) if beside is None else beside.stride()[:2]
-    beside = None if beside is None else as_bytes(beside)
+    beside = None if beside is None else bits(beside)
     return CacheArguments(
         *(payload, beside, host_scale, device_scale),
         *(*payload.stride()[:2], *beside_strides),
@@ -120,13 +121,3 @@ def output_arguments(
         *(out, lse, max_logits, sink),
         *(*out.stride()[-3:-1], lse.stride()[-1], stride_of(max_logits, -1), stride_of(sink, 0)),
     )
-
-
-def stride_of(tensor: Tensor | None, axis: int) -> int:
-    """Return a stride, 0 for a tensor that is not there."""
-    return 0 if tensor is None else tensor.stride(axis)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor of e4m3 as uint8, which kernels read it as; other tensors unchanged."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -19,14 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.kernels.arguments import CompressArguments
+from mlakit.kernels.arguments import CompressArguments, stride_of
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import (
-    cache_arguments,
-    length_arguments,
-    page_table_arguments,
-    stride_of,
-)
+from mlakit.kernels.triton.arguments import cache_arguments, length_arguments, page_table_arguments
 from mlakit.kernels.triton.configs import pick_compress_config
 from mlakit.kernels.triton.primitives import find_request, find_rows
 from mlakit.kernels.triton.rope import load_angles, rotate

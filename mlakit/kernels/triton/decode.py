@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from mlakit.cache import CacheLayer, KVShard, PageTable
+from mlakit.cache.page_table import capacity_of
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
@@ -63,7 +64,10 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
     config = _config(layer, page_table, heads, q_latent.dtype, device)
     tiles = row_tiles(layer, config.widest)
     padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
-    rows, capacity = padded_heads * triton.cdiv(tokens, batch), _capacity(page_table, layer)
+    rows, capacity = (
+        padded_heads * triton.cdiv(tokens, batch),
+        capacity_of(page_table, layer.page_size),
+    )
     if splits is None and not a.deterministic:
         splits = _plan(q_starts, kv_lens, shard, mask, config, device, padded_heads, rows, capacity)
     schedule = _schedule(
@@ -153,7 +157,7 @@ def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
     config = _config(layer, page_table, heads, a.dtype, device)
     padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
     rows = padded_heads * triton.cdiv(a.num_tokens, max(kv_lens.shape[0], 1))
-    capacity = _capacity(page_table, layer)
+    capacity = capacity_of(page_table, layer.page_size)
     sizes = (padded_heads, rows, capacity)
     return _plan(
         *(a.q_starts, kv_lens, a.shard, a.mask, config, device, *sizes),
@@ -251,10 +255,3 @@ def _schedule(
     num_tiles = all_rows // config.block_m
     slots = num_tiles * num_splits if num_splits > 1 else 0
     return Schedule((num_splits, num_tiles), config.block_m, slots, split_tiles)
-
-
-def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
-    """Keys that a request may have."""
-    if isinstance(page_table, tuple):
-        return page_table[1].shape[0]
-    return page_table.shape[1] * layer.page_size

@@ -22,14 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.cache import CacheLayer
+from mlakit.cache.layouts import bits
 from mlakit.kernels.arguments import LogitsArguments, filled
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import (
-    as_bytes,
-    cache_arguments,
-    length_arguments,
-    page_table_arguments,
-)
+from mlakit.kernels.triton.arguments import cache_arguments, length_arguments, page_table_arguments
 from mlakit.kernels.triton.indexer_configs import has_fp8_dots, pick_indexer_config
 from mlakit.kernels.triton.primitives import load_row_tile, mask_interval, widen_e4m3
 from mlakit.kernels.triton.rows import (
@@ -71,7 +67,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     is_flat = isinstance(page_table, tuple)
     table, stride_table_request = page_table_arguments(page_table)
     cache, traits = cache_arguments(layer), row_traits(layer, tiles, types, has_fp8=device.has_fp8)
-    q = as_bytes(q)
+    q = bits(q)
     if is_fp8:
         q, cache = q.view(E4M3), cache._replace(payload=cache.payload.view(E4M3))
         traits = traits._replace(DTYPE=tl.float8e4nv)

@@ -27,14 +27,9 @@ from torch import Tensor
 
 from mlakit.cache import PageTable
 from mlakit.kernels import workspace
-from mlakit.kernels.arguments import SelectBlockArguments, TopkArguments
+from mlakit.kernels.arguments import SelectBlockArguments, TopkArguments, stride_of
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import (
-    LengthArguments,
-    length_arguments,
-    page_table_arguments,
-    stride_of,
-)
+from mlakit.kernels.triton.arguments import LengthArguments, length_arguments, page_table_arguments
 from mlakit.kernels.triton.configs import pick_topk_config, power_of_two
 from mlakit.kernels.triton.primitives import mask_interval
 from mlakit.kernels.triton.topk_search import (

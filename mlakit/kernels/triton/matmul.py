@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.cache.layouts import bits
 from mlakit.dispatch.autocast import without_autocast
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import BatchedMatmulArguments
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import as_bytes
 from mlakit.kernels.triton.configs import pick_matmul_config
 from mlakit.kernels.triton.primitives import narrow_e4m3
 
@@ -166,7 +166,7 @@ def product_arguments(
             a.view(torch.uint8), a_scale, *a.stride()[:2], scale_batch, scale_row, None
         ),
         "b": OperandArguments(b.view(torch.uint8), b_scale, *b.stride()[:2], *b_scale.stride()),
-        "product": ProductArguments(as_bytes(out), *out.stride()[:2]),
+        "product": ProductArguments(bits(out), *out.stride()[:2]),
     }
 
 

@@ -7,15 +7,10 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from mlakit.kernels.arguments import AppendArguments
+from mlakit.cache.layouts import bits
+from mlakit.kernels.arguments import AppendArguments, stride_of
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import (
-    as_bytes,
-    cache_arguments,
-    length_arguments,
-    page_table_arguments,
-    stride_of,
-)
+from mlakit.kernels.triton.arguments import cache_arguments, length_arguments, page_table_arguments
 from mlakit.kernels.triton.configs import pick_append_config
 from mlakit.kernels.triton.norm_rope_quant_kernel import (
     AngleArguments,
@@ -43,7 +38,7 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
         itemsize=q_rope.element_size(),
         num_sms=device.num_sms,
     )
-    q_rope_out = as_bytes(q_rope_out)
+    q_rope_out = bits(q_rope_out)
     table, stride_table_request = page_table_arguments(page_table)
     pdl = config.pdl and device.has_pdl
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.kernels.arguments import PhysicalRowsArguments
+from mlakit.kernels.arguments import PhysicalRowsArguments, stride_of
 from mlakit.kernels.launch import launch
-from mlakit.kernels.triton.arguments import stride_of
 from mlakit.kernels.triton.configs import PHYSICAL_ROWS_BLOCK, PHYSICAL_ROWS_PROBES
 from mlakit.kernels.triton.primitives import find_request
 

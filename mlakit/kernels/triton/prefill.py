@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.cache.layouts import bits
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.arguments import PrefillArguments
+from mlakit.kernels.arguments import PrefillArguments, stride_of
 from mlakit.kernels.launch import launch, target
-from mlakit.kernels.triton.arguments import as_bytes, output_arguments, stride_of
+from mlakit.kernels.triton.arguments import output_arguments
 from mlakit.kernels.triton.configs import pick_prefill_config
 from mlakit.kernels.triton.primitives import (
     finish_softmax,
@@ -36,7 +37,7 @@ from mlakit.model.masks import MaskTraits
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
-    q, k_nope, k_rope, v = (as_bytes(each) for each in (a.q, a.k_nope, a.k_rope, a.v))
+    q, k_nope, k_rope, v = (bits(each) for each in (a.q, a.k_nope, a.k_rope, a.v))
     q_starts, kv_starts, softmax_scale, mask = a.q_starts, a.kv_starts, a.softmax_scale, a.mask
     v_scale = a.v_scale
     (tokens, heads, _), batch = q.shape, q_starts.shape[0] - 1

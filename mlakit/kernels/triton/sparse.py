@@ -15,15 +15,10 @@ from torch import Tensor
 from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels import workspace
-from mlakit.kernels.arguments import SparseArguments, filled
+from mlakit.kernels.arguments import SparseArguments, filled, stride_of
 from mlakit.kernels.launch import launch, target
 from mlakit.kernels.sparse_merge import merge_list_splits
-from mlakit.kernels.triton.arguments import (
-    cache_arguments,
-    output_arguments,
-    query_arguments,
-    stride_of,
-)
+from mlakit.kernels.triton.arguments import cache_arguments, output_arguments, query_arguments
 from mlakit.kernels.triton.configs import RowTiles, pick_sparse_config, pick_sparse_splits
 from mlakit.kernels.triton.rows import (
     PLAIN,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
+from mlakit.cache.layouts import bits
 from mlakit.formats import Format, PageFooterCodec, RowCodec, row_codec
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import Mask
@@ -52,7 +53,7 @@ class Pool:
         payload, beside = codec.encode(rows, tensor_scale=scale, power_of_two=power_of_two)
         for stored, values in ((self.layer.payload, payload), (self.layer.beside, beside)):
             if stored is not None and values is not None:
-                _bytes(stored)[self._place(slots)] = _bytes(values).to(stored.device)
+                bits(stored)[self._place(slots)] = bits(values).to(stored.device)
         return codec.decode(payload, beside, tensor_scale=scale, dtype=torch.float64)
 
     def row_scales(self, slots: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class Pool:
     def read(self, slots: Tensor) -> Tensor:
         """Rows [n, width] float32 on the CPU."""
         payload, beside = (
-            None if stored is None else _bytes(stored)[self._place(slots)].cpu().view(stored.dtype)
+            None if stored is None else bits(stored)[self._place(slots)].cpu().view(stored.dtype)
             for stored in (self.layer.payload, self.layer.beside)
         )
         assert payload is not None
@@ -70,7 +71,7 @@ class Pool:
 
     def payload(self, slots: Tensor) -> Tensor:
         """Bytes of rows [n, bytes] on the CPU."""
-        return _bytes(self.layer.payload)[self._place(slots)].cpu()
+        return bits(self.layer.payload)[self._place(slots)].cpu()
 
     def allow(self, slots: Tensor) -> None:
         """Allow the op to write to these rows."""
@@ -87,11 +88,6 @@ class Pool:
     def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots = slots.to(self.inputs.device)
         return slots // self.cache.page_size, slots % self.cache.page_size
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """e4m3 viewed as uint8: some devices cannot gather and scatter e4m3."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlakit.cache.layouts import bits
 from mlakit.compat import modular as documented
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import Mask
@@ -92,11 +93,6 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 def store(x: Tensor, dtype: torch.dtype) -> Tensor:
     return to_e4m3(x) if dtype == E4M3 else x.to(dtype)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Torch lacks many functions for e4m3; moving bytes is enough here."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 class Padded:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mlakit.kernels.arguments import stride_of
+
 
 class ScheduleTensors(NamedTuple):
     """The tile schedule of a batch, which `schedule` makes on the device."""
@@ -59,5 +61,4 @@ class OutputArguments(NamedTuple):
 
 
 def output_arguments(out: Tensor, lse: Tensor, sink: Tensor | None) -> OutputArguments:
-    stride_sink = 0 if sink is None else sink.stride(0)
-    return OutputArguments(out, lse, sink, *out.stride()[:2], stride_sink)
+    return OutputArguments(out, lse, sink, *out.stride()[:2], stride_of(sink, 0))

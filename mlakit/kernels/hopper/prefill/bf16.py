@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mlakit.kernels.hopper.device.compat import record, tma_load
+from mlakit.kernels.hopper.device.pipeline import two_stages
 from mlakit.kernels.hopper.device.primitives import (
     SMEM_VECTOR,
     acc_layout,
@@ -41,7 +42,6 @@ from mlakit.kernels.hopper.prefill.pipeline import (
     publish_tile,
     read_tile,
     release_tile,
-    two_stages,
     wait_tile,
 )
 from mlakit.kernels.hopper.prefill.softmax import softmax_of_top, softmax_step

@@ -7,7 +7,7 @@ from math import e, log2
 from torch import Tensor
 
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.arguments import PrefillArguments
+from mlakit.kernels.arguments import PrefillArguments, stride_of
 from mlakit.kernels.hopper.prefill.arguments import (
     Fp8ValueTensors,
     OutputTensors,
@@ -67,12 +67,12 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
         stride_v_column=v.stride(2),
         stride_out_token=out.stride(0),
         stride_out_head=out.stride(1),
-        stride_sink=_stride(a.sink, 0),
-        stride_qs_token=_stride(a.q_scale, 0),
-        stride_qs_head=_stride(a.q_scale, 1),
-        stride_ks=_stride(a.k_scale, 0),
-        stride_vs_token=_stride(a.v_scale, 0),
-        stride_vs_head=_stride(a.v_scale, 1),
+        stride_sink=stride_of(a.sink, 0),
+        stride_qs_token=stride_of(a.q_scale, 0),
+        stride_qs_head=stride_of(a.q_scale, 1),
+        stride_ks=stride_of(a.k_scale, 0),
+        stride_vs_token=stride_of(a.v_scale, 0),
+        stride_vs_head=stride_of(a.v_scale, 1),
         KINDS=kinds,
         TRAITS=traits,
         CONFIG=config,
@@ -80,7 +80,3 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
         maxnreg=config.MAX_REGISTERS,
         launch_pdl=True,
     )
-
-
-def _stride(tensor: Tensor | None, axis: int) -> int:
-    return 0 if tensor is None else tensor.stride(axis)

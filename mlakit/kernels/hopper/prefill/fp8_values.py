@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mlakit.formats import SCALE_BLOCK
 from mlakit.kernels import workspace
+from mlakit.kernels.arguments import stride_of
 from mlakit.kernels.launch import launch
 
 BLOCK = SCALE_BLOCK  # keys of a tile, and of the attention kernel's blocks
@@ -100,7 +101,7 @@ def rewrite_values(
         inputs=RewriteInputs(v, k_scale, v_scale, kv_starts, *v.stride()),
         outputs=RewriteOutputs(tiles, flags, scales),
         batch=batch,
-        stride_k_scale=0 if k_scale is None else k_scale.stride(0),
+        stride_k_scale=stride_of(k_scale, 0),
         stride_scale_token=stride_scale_token,
         stride_scale_head=stride_scale_head,
         stride_kv_starts=kv_starts.stride(0),

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.pipeline import two_stages
 from mlakit.kernels.hopper.device.primitives import SMEM_VECTOR, alloc_barriers, lane_layout
 from mlakit.kernels.hopper.prefill.tiles import Tile
 
@@ -62,12 +63,6 @@ def _fields_layout(warps):
 def alloc_tile_stages(READERS: gl.constexpr):
     fields = gl.allocate_shared_memory(gl.int32, [2, 32], SMEM_VECTOR)
     return TileStages(fields, alloc_barriers(2, 1), alloc_barriers(2, READERS))
-
-
-@gluon.jit
-def two_stages(fill):
-    """Return (stage, phase) of a fill."""
-    return fill & 1, (fill >> 1) & 1
 
 
 @gluon.jit

@@ -14,8 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mlakit.kernels.hopper.device.compat import reinterpret
+from mlakit.kernels.hopper.device.pipeline import two_stages
 from mlakit.kernels.hopper.device.primitives import lane_layout, smem_layout
-from mlakit.kernels.hopper.prefill.pipeline import read_tile, release_tile, two_stages, wait_tile
+from mlakit.kernels.hopper.prefill.pipeline import read_tile, release_tile, wait_tile
 from mlakit.kernels.hopper.prefill.tiles import block_start, is_masked, seen_keys
 
 MASKING_WARPS = gl.constexpr(2)
