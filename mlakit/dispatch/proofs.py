@@ -102,7 +102,10 @@ def write(backend: str, proof: Proof) -> Path:
 
 def configuration(spec: KernelSpec, problem: Problem) -> str:
     """Return the name of the configuration that proves a kernel for a problem; "" if none need."""
-    return "" if spec.variant is None else f"{spec.kernel or spec.op}: {spec.variant(problem)}"
+    if spec.variant is None:
+        return ""
+    kernel = f"{spec.op} {spec.kernel}" if spec.kernel else spec.op
+    return f"{kernel}: {spec.variant(problem)}"
 
 
 def why_unproved(spec: KernelSpec, problem: Problem) -> str | None:

@@ -38,7 +38,12 @@ SEEDS = (0, 1, 2)
 LIMIT_S = 600.0  # of a configuration, most of it compilation
 # work for all SMs, by op: its oracle runs on the GPU
 MORE_WORK: dict[str, dict[str, Any]] = {
-    "sparse_mla": {"num_tokens": 300, "topk": 1500, "num_pages": 64, "oracle": "batched"}
+    "sparse_mla": {"num_tokens": 300, "topk": 1500, "num_pages": 64, "oracle": "batched"},
+    "mla_decode": {
+        "kv_lens": (3000, 1, 700, 0, 129) * 8,
+        "q_lens": (2, 1, 1, 3, 1) * 8,
+        "oracle": "batched",
+    },
 }
 
 

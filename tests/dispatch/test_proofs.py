@@ -25,7 +25,7 @@ PROBLEM = Problem(
     page_size=64,
     row=RowShape(512, 64),
 )
-NAME = "m64_bf16: bf16"
+NAME = "sparse_mla m64_bf16: bf16"
 ENABLE = "mlakit check --backend hopper enables it"
 
 
@@ -79,11 +79,14 @@ def test_a_passed_check_enables_the_configurations_that_it_has():
     assert (chosen(), reason()) == ("hopper", None)
     fp16 = replace(PROBLEM, format="fp16", dtype="torch.float16")
     assert chosen(fp16) == "triton"
-    assert reason(fp16) == f"has not been checked on this machine (m64_bf16: fp16): {ENABLE}"
+    assert (
+        reason(fp16)
+        == f"has not been checked on this machine (sparse_mla m64_bf16: fp16): {ENABLE}"
+    )
 
 
 def test_a_failed_check_names_the_configuration():
-    proofs.write("hopper", Proof(FACTS, passed=("m64_bf16: fp16",), failed=(NAME,)))
+    proofs.write("hopper", Proof(FACTS, passed=("sparse_mla m64_bf16: fp16",), failed=(NAME,)))
     forget()
     assert chosen() == "triton"
     assert reason() == f"has failed its check on this machine ({NAME})"
@@ -121,7 +124,7 @@ def test_a_foreign_record_counts_as_none(field, value):
         '"passed"',
         '{"facts": {}, "passed": [], "failed": []}',
         '{"facts": null, "passed": [], "failed": []}',
-        '{"passed": ["m64_bf16: bf16"], "failed": []}',
+        '{"passed": ["sparse_mla m64_bf16: bf16"], "failed": []}',
     ],
 )
 def test_an_unreadable_record_counts_as_none(text):
@@ -132,7 +135,7 @@ def test_an_unreadable_record_counts_as_none(text):
     assert reason() == f"has not been checked on this machine ({path} cannot be read): {ENABLE}"
 
 
-@pytest.mark.parametrize("names", ["m64_bf16: bf16", 7, [7], None])
+@pytest.mark.parametrize("names", ["sparse_mla m64_bf16: bf16", 7, [7], None])
 def test_a_record_without_lists_of_names_counts_as_none(names):
     path = proofs.write("hopper", Proof(FACTS, passed=(NAME,)))
     record = json.loads(path.read_text())
@@ -223,6 +226,7 @@ def test_every_kernel_of_blackwell_needs_a_proof():
     assert all(spec.variant is not None for spec in specs)
     problem = replace(PROBLEM, arch=100)
     assert [proofs.configuration(spec, problem) for spec in specs] == [
-        "m128_bf16: bf16 576/512",
-        "n64_bf16: bf16 576/512",
+        "mla_decode n64_bf16: bf16 576/512",
+        "sparse_mla m128_bf16: bf16 576/512",
+        "sparse_mla n64_bf16: bf16 576/512",
     ]

@@ -21,7 +21,7 @@ from mlakit.tools.prove import Checked
 FACTS = Facts("NVIDIA H200", 90, "580.65.06", "3.9.0", "0.9.0", "5f1c")
 CASES = {name: HOPPER[name] for name in ("hopper-sparse-h128-bf16", "hopper-sparse-extra")}
 CASES["hopper-sparse-fp16"] = HOPPER["hopper-sparse-h16-fp16-splits"]
-BF16, FP16 = "m64_bf16: bf16", "m64_bf16: fp16"
+BF16, FP16 = "sparse_mla m64_bf16: bf16", "sparse_mla m64_bf16: fp16"
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,11 @@ def test_configurations_run_with_little_work_and_with_more():
 
 
 def test_the_variant_of_a_quick_check_is_that_of_most_models():
-    names = {"a": "m128_bf16: bf16 576/512", "b": "m128_bf16: fp16 576/512", "c": "m64: bf16"}
+    names = {
+        "a": "sparse_mla m128: bf16",
+        "b": "sparse_mla m128: fp16",
+        "c": "mla_decode m128: bf16",
+    }
     assert prove.quick(names) == {"a": names["a"], "c": names["c"]}
     assert next(iter(BLACKWELL.values())).row.width == 576
 

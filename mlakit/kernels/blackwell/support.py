@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from mlakit.dispatch.architectures import arch_name
 from mlakit.dispatch.names import one_of
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
+from mlakit.kernels.blackwell.device.configs import D_C, D_R
 from mlakit.kernels.hopper.sparse.configs import D_V, ROWS
 
 ARCHS = (100, 103)
@@ -58,7 +59,7 @@ def _why_not_sparse(problem: Problem) -> str | None:
     return uses[0].refusal if uses else None
 
 
-def _sparse_variant(problem: Problem) -> str:
+def _variant(problem: Problem) -> str:
     """Return the rows that a kernel is compiled for."""
     assert problem.row is not None
     return f"{problem.format} {problem.row.width}/{problem.row.v_width}"
@@ -86,11 +87,38 @@ def _sparse_spec(kernel: str, why_slower: Callable[[Problem], str | None]) -> Ke
         _why_not_sparse,
         kernel=kernel,
         why_slower=why_slower,
-        variant=_sparse_variant,
+        variant=_variant,
     )
 
 
+def _why_not_decode(problem: Problem) -> str | None:
+    refusal = _why_not_device(problem)
+    if refusal is not None:
+        return refusal
+    stored = problem.format.removesuffix("_split")
+    if stored not in FORMATS:
+        return f"needs rows of {one_of(list(FORMATS))}, got {problem.format}"
+    needed = FORMATS[stored]
+    if problem.dtype != needed:
+        return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
+    row = problem.row
+    if row is None or (row.kv_lora_rank, row.qk_rope_head_dim, row.v_width) != (D_C, D_R, D_C):
+        got = "none" if row is None else f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
+        return f"needs rows of {D_C} + {D_R} columns, got {got}"
+    return problem.uses[0].refusal if problem.uses else None
+
+
 SPECS = (
+    KernelSpec(
+        "blackwell",
+        "mla_decode",
+        f"{__package__}.decode.launch:mla_decode",
+        _why_not_decode,
+        planner=f"{__package__}.decode.launch:plan_mla_decode",
+        kernel="n64_bf16",
+        mask_traits=("IS_CAUSAL",),
+        variant=_variant,
+    ),
     _sparse_spec("m128_bf16", _why_slower_m128),
     _sparse_spec("n64_bf16", _why_slower_n64),
 )

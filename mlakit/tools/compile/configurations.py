@@ -421,6 +421,13 @@ BLACKWELL: dict[str, Case] = {
         "bf16", 32, extra_format="bf16", extra_topk=64, extra_page_size=16, sink="mixed"
     ),
     "blackwell-sparse-h64-fp16-splits": _sparse("fp16", 40, topk=600, num_splits=3, sink="finite"),
+    "blackwell-decode-h64-bf16": _decode("bf16", 64),
+    "blackwell-decode-h16-fp16-page1": _decode("fp16", 9, page_size=1, sink="finite"),
+    "blackwell-decode-h128-ragged": _decode(
+        "bf16", 128, q_lens=(3, 2), kv_lens=(300, 65), sink="mixed", sharpness=-2.0
+    ),
+    "blackwell-decode-external-plan": _decode("bf16", 32, **EXTERNAL_PLAN),
+    "blackwell-decode-h16-bf16_split-page24": _decode("bf16_split", 16, page_size=24),
     "blackwell-sparse-h16-512": _sparse("bf16", 16, **V4_ROW, sharpness=-2.0),
 }
 HOPPER_ARCH = 90

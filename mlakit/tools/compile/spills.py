@@ -49,7 +49,13 @@ SPILL_BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "mla_prefill_kernel": {"*-256-256*": (24, 45), "*-96-64": (12, 23), "*": (23, 38)},
     # the thread's index, stored at the start and loaded outside of the loops over blocks
     "sparse_mla_m128_bf16_kernel": {"*-extra": (2, 9), "*": (1, 6)},
-    # likewise, but for one load in the loop of the softmax warps of 64 heads
+    # likewise, once per work tile, but for seven loads in the loop of the softmax warps of 64 heads
+    "mla_decode_n64_bf16_kernel": {
+        "*-h16-*": NO_SPILLS,
+        "*-external-plan": (2, 22),
+        "*": (39, 102),
+    },
+    # likewise, but for one such load
     "sparse_mla_n64_bf16_kernel": {"*-h16-*": NO_SPILLS, "*": (7, 13)},
     # most in a branch of the epilogue, for values that are not finite; in the loop over keys at
     # most 14 stores and 19 loads, three loads without scales, two of each with scales of blocks

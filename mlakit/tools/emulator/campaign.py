@@ -100,6 +100,11 @@ _SPARSE_BLACKWELL = (
     {"topk": 400, "num_tokens": 1, "with_lens": False, "sharpness": 6.0},
     {"topk": 64},
 )
+# several tiles for each CTA, of several blocks and of one; most blocks need a rescale
+_DECODE_BLACKWELL = (
+    {"kv_lens": (700, 300), "q_lens": (1, 1), "sharpness": 6.0},
+    {"kv_lens": (60, 700, 64, 30, 1, 300), "q_lens": (1,) * 6},
+)
 # Tiles of several blocks, some of which one warpgroup sees and the other does not; a window with
 # keys outside of it whose values are not finite; tiles of one block
 _PREFILL = (
@@ -158,6 +163,15 @@ SUBJECTS: dict[str, Subject] = {
         (
             *_cases("blackwell-sparse-h64-bf16", *_SPARSE_BLACKWELL),
             *_cases("blackwell-sparse-h16-q-rope", _SPARSE_BLACKWELL[0]),
+        ),
+        backend="blackwell",
+    ),
+    "blackwell-decode-n64_bf16": Subject(
+        "mla_decode_n64_bf16_kernel",
+        # with 16 heads there is one stage more
+        (
+            *_cases("blackwell-decode-h64-bf16", *_DECODE_BLACKWELL),
+            *_cases("blackwell-decode-h16-fp16-page1", _DECODE_BLACKWELL[0]),
         ),
         backend="blackwell",
     ),

@@ -101,6 +101,7 @@ def test_the_work_up_to_which_small_m_is_chosen():
     little = replace(asked, max_keys=16 * 64)
     assert selection.explain_kernels("mla_decode", little) == {
         "cpu": "needs CPU tensors, got cuda",
+        "blackwell:n64_bf16": "needs sm_100 or sm_103, got sm_90",
         "hopper:m64_bf16": slower,
         "hopper:m64_fp8_qk": "needs rows of fp8 or fp8_token or fp8_block128, got bf16",
         "hopper:m64_fp8_kv": "needs rows of fp8 or fp8_token or fp8_block128, got bf16",

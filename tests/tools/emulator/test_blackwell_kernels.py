@@ -11,7 +11,11 @@ from mlakit.tools.compile.configurations import BLACKWELL, BLACKWELL_ARCHS
 from mlakit.tools.emulator import harness
 
 pytest.importorskip("triton", minversion="3.9", reason="Blackwell's kernels need Triton 3.9")
-SAMPLE = ("blackwell-sparse-h128-bf16", "blackwell-sparse-h64-bf16")  # one of each kernel
+SAMPLE = (
+    "blackwell-sparse-h128-bf16",
+    "blackwell-sparse-h64-bf16",
+    "blackwell-decode-h64-bf16",
+)  # one of each kernel
 SEEDS = range(5)
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
@@ -58,6 +62,38 @@ def fewest_keys(heads: int) -> harness.Outcome:
 @pytest.mark.parametrize("heads", [3, 70])
 def test_short_lists_and_pages_of_one_row(heads, in_emulator):
     outcome = in_emulator(fewest_keys, heads)
+    assert outcome.passed, str(outcome)
+
+
+LENGTHS: tuple[dict[str, Any], ...] = (
+    {"kv_lens": (0, 0), "q_lens": (1, 1)},
+    {"kv_lens": (130, 64, 5), "q_lens": (3, 0, 5), "sink": "mixed"},
+    {
+        "kv_lens": (0, 270, 1),
+        "q_lens": (1, 1, 1),
+        "page_size": 3,
+        "num_splits": 2,
+        "implicit_starts": True,
+    },
+    {"kv_lens": (300, 128), "q_lens": (1, 1), "page_size": 128, "mask": "null"},
+    # one CTA has all work tiles
+    {"kv_lens": (1, 0, 129, 128, 3), "q_lens": (1,) * 5, "num_ctas": 1, "tile": 64},
+)
+
+
+def decode(lengths: dict[str, Any]) -> harness.Outcome:
+    """Run requests of some lengths, with more heads than one tile has."""
+    from mlakit.tools.workloads import DecodeCase
+
+    given = {"heads": 70, "dtype": "bf16", "page_size": 64, **ROW, **lengths}
+    trial = DecodeCase(**given).trial("cpu")
+    return harness.run_trial(trial, str(lengths), 0, backend="blackwell")
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_decode_of_requests_of_any_length(lengths, in_emulator):
+    outcome = in_emulator(decode, lengths)
     assert outcome.passed, str(outcome)
 
 

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from mlakit.kernels.blackwell.device import configs
+from mlakit.kernels.blackwell.device.gathers import gather
 from mlakit.kernels.hopper.device.compat import record, reinterpret
 from mlakit.kernels.hopper.device.primitives import (
     SMEM_16BIT,
@@ -140,6 +141,29 @@ def stage_of(smem, block, part):
     STAGES: gl.constexpr = smem.latent.shape[0]
     fill = block * PARTS + part
     return fill % STAGES, fill // STAGES & 1
+
+
+@gluon.jit
+def gather_block(latent, rope, block, ROPE_COLUMN: gl.constexpr, smem, barriers):
+    """Start to gather a block, once the one before has probabilities.
+
+    latent, rope  `gathers.Rows` of its first and its last 64 keys; rope is not read without rotated
+                  columns, which begin with column ROPE_COLUMN
+    """
+    for part in gl.static_range(PARTS):
+        stage, phase = stage_of(smem, block, part)
+        full = barriers.latent_full.index(stage)
+        mbarrier.wait(barriers.latent_empty.index(stage), phase ^ 1)
+        mbarrier.expect(full, PART_BYTES)
+        gather(latent[0], part * PART, full, smem.latent.index(stage), 0)
+        gather(latent[1], part * PART, full, smem.latent.index(stage), 1)
+    # the softmax warps are done with the block before: a commit says nothing of what they did
+    mbarrier.wait(barriers.probs_full, (block & 1) ^ 1)
+    if smem.q_rope is not None:
+        wait_for_values(block - 1, barriers)
+        mbarrier.expect(barriers.rope_full, ROPE_BYTES)
+        gather(rope[0], ROPE_COLUMN, barriers.rope_full, smem.rope.index(0), 0)
+        gather(rope[1], ROPE_COLUMN, barriers.rope_full, smem.rope.index(0), 1)
 
 
 @gluon.jit

@@ -22,24 +22,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tma
 
-from mlakit.kernels.blackwell.device.gathers import ENTRIES, GATHERED, gather
+from mlakit.kernels.blackwell.device.gathers import ENTRIES, GATHERED
 from mlakit.kernels.blackwell.device.keys_as_m import (
     D_R,
     HEADS,
     KEYS,
     PART,
-    PART_BYTES,
     PARTS,
-    ROPE_BYTES,
     SCORE_LOAD,
     alloc,
+    gather_block,
     initial_softmax,
     issue_scores,
     issue_values,
     result,
     row_sums,
     softmax_block,
-    stage_of,
     wait_for_values,
 )
 from mlakit.kernels.blackwell.sparse.rows import listed_rows
@@ -97,25 +95,6 @@ def _load_query(q, q_rope, token, head, smem, full):
 
 
 @gluon.jit
-def _gather_block(first, second, block, smem, barriers):
-    """Start to gather 128 rows, 64 of them in `first`, once the block before has probabilities."""
-    for part in gl.static_range(PARTS):
-        stage, phase = stage_of(smem, block, part)
-        full = barriers.latent_full.index(stage)
-        mbarrier.wait(barriers.latent_empty.index(stage), phase ^ 1)
-        mbarrier.expect(full, PART_BYTES)
-        gather(first, part * PART, full, smem.latent.index(stage), 0)
-        gather(second, part * PART, full, smem.latent.index(stage), 1)
-    # the softmax warps are done with the block before: a commit says nothing of what they did
-    mbarrier.wait(barriers.probs_full, (block & 1) ^ 1)
-    if smem.q_rope is not None:
-        wait_for_values(block - 1, barriers)
-        mbarrier.expect(barriers.rope_full, ROPE_BYTES)
-        gather(first, PARTS * PART, barriers.rope_full, smem.rope.index(0), 0)
-        gather(second, PARTS * PART, barriers.rope_full, smem.rope.index(0), 1)
-
-
-@gluon.jit
 def producer(q, q_rope, kv, extra_kv, work, tile, smem, barriers, entries):
     """Load the queries, and gather the blocks of a work tile."""
     blocks = block_range(work, tile)
@@ -134,7 +113,7 @@ def producer(q, q_rope, kv, extra_kv, work, tile, smem, barriers, entries):
         second_ids = load_ids(work, blocks, block + 3, ENTRIES)
         first = listed_rows(kv, extra_kv, work, blocks, block, first_slot)
         second = listed_rows(kv, extra_kv, work, blocks, block + 1, second_slot)
-        _gather_block(first, second, index, smem, barriers)
+        gather_block((first, second), (first, second), index, PARTS * PART, smem, barriers)
         validity = gl.where(first_slot >= 0, 0.0, float("-inf"))
         entries.validity.slice(0, GATHERED).store(validity)
         validity = gl.where(second_slot >= 0, 0.0, float("-inf"))

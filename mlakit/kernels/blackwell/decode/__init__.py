@@ -1,0 +1,1 @@
+"""Absorbed decode; `launch` is the entry point."""
