@@ -124,6 +124,15 @@ class Mask:
             for low, high in zip(before, after, strict=True)
         ]
 
+    def first_visible_keys_on_device(self, before: Tensor, after: Tensor) -> Tensor:
+        """`first_visible_keys` for lengths on a device, without a synchronisation."""
+        first = torch.zeros_like(before)
+        if self.traits.IS_SLIDING:
+            first = (before - self.window + 1).clamp_min(0)
+        if self.traits.IS_CHUNKED:
+            first = before // self.window * self.window
+        return torch.where(after > before, first, after)
+
     def visible(self, positions: Tensor, keys: Tensor) -> Tensor:
         """Boolean [len(positions), len(keys)]: whether each query sees each key."""
         q, k = positions[:, None], keys[None, :]

@@ -46,6 +46,15 @@ def test_interval_is_the_definition(mask):
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: f"{mask.kind}-{mask.window}")
+def test_the_first_key_that_new_tokens_see_is_the_same_on_the_device(mask):
+    before, after = [0, 0, 3, 8, 12, 12, 40], [0, 5, 4, 20, 12, 13, 41]
+    want = mask.first_visible_keys(before, after)
+    assert want[1:3] == [min(seen(mask, q, 100), default=0) for q in (0, 3)]
+    there = mask.first_visible_keys_on_device(torch.tensor(before), torch.tensor(after))
+    assert there.tolist() == want
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: f"{mask.kind}-{mask.window}")
 def test_visible_is_the_definition(mask):
     num_keys = 13
     positions = torch.arange(-4, num_keys + 12)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from mlakit.compat.modular.collection import KeyCache, KVCollection
 from mlakit.dispatch.checks import INTEGERS, Dims, as_signed, values_visible
-from mlakit.model.masks import Mask
 
 
 def check_used_pages(
@@ -72,16 +70,6 @@ def step_lengths(
         dims.require(length >= 0, f"cache_lengths[{request}]", "not be negative", length)
     new = [high - low for low, high in pairwise(starts)]
     return before, [length + tokens for length, tokens in zip(before, new, strict=True)]
-
-
-def first_visible_keys_on_device(mask: Mask, before: Tensor, after: Tensor) -> Tensor:
-    """`Mask.first_visible_keys` for lengths on a device, without a synchronisation."""
-    first = torch.zeros_like(before)
-    if mask.traits.IS_SLIDING:
-        first = (before - mask.window + 1).clamp_min(0)
-    if mask.traits.IS_CHUNKED:
-        first = before // mask.window * mask.window
-    return torch.where(after > before, first, after)
 
 
 def check_row_offsets(dims: Dims, arg: str, offsets: Tensor, num_tokens: int | None) -> Tensor:

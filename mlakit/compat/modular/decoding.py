@@ -14,7 +14,6 @@ from mlakit.compat.modular.arguments import (
     check_key_cache,
     check_row_offsets,
     check_used_pages,
-    first_visible_keys_on_device,
     step_lengths,
 )
 from mlakit.compat.modular.collection import KeyCache
@@ -118,7 +117,7 @@ def _paged(
         return output
 
     kv_lens = cache.kv_lens(offsets)
-    first = first_visible_keys_on_device(mask_functor, cache.cache_lengths, kv_lens)
+    first = mask_functor.first_visible_keys_on_device(cache.cache_lengths, kv_lens)
     layer = cache.with_scales_by_page(first, kv_lens).layer
     step = _Step(q, q_scale, cache.lookup_table, offsets, kv_lens)
     if ragged:

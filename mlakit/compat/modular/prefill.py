@@ -10,7 +10,6 @@ from mlakit.compat.modular.arguments import (
     check_collection,
     check_target,
     check_used_pages,
-    first_visible_keys_on_device,
     step_lengths,
 )
 from mlakit.compat.modular.collection import KeyCache, KVCollection
@@ -245,7 +244,7 @@ def _with_scales_by_page(cache: KeyCache, row_offsets: Tensor, mask: Mask) -> Ke
     if cache.scales_lookup_table is None:
         return cache
     before, after = cache.cache_lengths, cache.kv_lens(row_offsets)
-    return cache.with_scales_by_page(first_visible_keys_on_device(mask, before, after), after)
+    return cache.with_scales_by_page(mask.first_visible_keys_on_device(before, after), after)
 
 
 def _visible_rows(
@@ -262,7 +261,7 @@ def _visible_rows(
         first = mask.first_visible_keys(lows, highs)
         return gather_rows(cache.layer, cache.lookup_table, first, highs, dtype)
     # the host does not know the number of keys, but the size of the buffer
-    first_seen = first_visible_keys_on_device(mask, before, after)
+    first_seen = mask.first_visible_keys_on_device(before, after)
     starts = torch.nn.functional.pad((after - first_seen).cumsum(0), (1, 0)).clamp(
         max=buffer_length
     )
