@@ -1,4 +1,4 @@
-"""The page allocator: no sequence loses a row or writes into another's, failures change nothing."""
+"""The page allocator: failures change nothing. `test_pages_model` has what appends and forks do."""
 
 from __future__ import annotations
 
@@ -43,19 +43,6 @@ def test_a_pool_grows_and_hands_out_new_pages_last():
             allocator.grow(wrong)
 
 
-def test_append_fills_the_last_page_first():
-    allocator = PageAllocator(4, 4)
-    sequence = allocator.reserve(3)
-    first = sequence.pages
-    assert allocator.append(sequence, 0) == []
-    assert allocator.append(sequence, 1) == []
-    assert (sequence.length, sequence.pages) == (4, first)
-    assert allocator.append(sequence, 5) == []
-    assert sequence.length == 9
-    assert len(sequence.pages) == 3
-    assert sequence.pages[:1] == first
-
-
 def test_a_shared_last_page_is_copied_by_the_first_writer():
     allocator = PageAllocator(5, 4)
     old = allocator.reserve(6)
@@ -70,38 +57,6 @@ def test_a_shared_last_page_is_copied_by_the_first_writer():
     assert new.pages[1] != shared == old.pages[1]
     assert allocator.append(old, 1) == []  # it is alone there now
     assert old.pages[1] == shared
-
-
-def test_a_fork_within_a_page_shares_it_up_to_there():
-    allocator = PageAllocator(5, 4)
-    old = allocator.reserve(8)
-    new = allocator.fork(old, 5)
-    assert (new.length, new.pages) == (5, old.pages)
-    assert allocator.append(old, 1) == []  # its last page is full
-    (copied,) = allocator.append(new, 1)
-    assert (copied.source, copied.rows) == (old.pages[1], 1)
-
-
-def test_a_shared_full_page_is_never_copied():
-    allocator = PageAllocator(6, 4)
-    old = allocator.reserve(8)
-    whole, half, nothing = (allocator.fork(old, length) for length in (None, 4, 0))
-    assert half.pages == old.pages[:1]
-    assert nothing.pages == ()
-    for sequence in (old, whole, half, nothing):
-        assert allocator.append(sequence, 1) == []
-    assert whole.pages[:2] == old.pages[:2]
-    assert half.pages[0] == old.pages[0]
-    assert allocator.num_free_pages == 0
-
-
-def test_append_of_nothing_copies_nothing():
-    allocator = PageAllocator(1, 4)
-    sequence = allocator.reserve(3)
-    allocator.fork(sequence)
-    assert allocator.append(sequence, 0) == []
-    assert allocator.append_batch([sequence], [0]) == []
-    assert allocator.append_batch([], []) == []
 
 
 def test_the_last_of_a_batch_keeps_the_page_all_others_left():
@@ -190,29 +145,6 @@ def test_new_tokens_that_are_not_stored_get_no_pages():
     ):
         allocator.append_batch([sequence], [2], first_kept=[0, 0])
     assert (sequence.length, allocator.num_free_pages) == (31, 3)
-
-
-def test_append_after_a_rollback_copies_the_page_a_fork_still_reads():
-    allocator = PageAllocator(3, 4)
-    sequence = allocator.reserve(8)
-    fork = allocator.fork(sequence)
-    allocator.truncate(sequence, 7)
-    assert allocator.num_free_pages == 1  # the fork keeps what the other forgot
-    (copied,) = allocator.append(sequence, 1)
-    assert (copied.source, copied.rows) == (fork.pages[1], 3)
-
-
-def test_pages_outlive_the_sequence_they_were_reserved_for():
-    allocator = PageAllocator(3, 4)
-    old = allocator.reserve(10)
-    new = allocator.fork(old, 6)
-    pages = old.pages
-    allocator.free(old)
-    assert allocator.num_free_pages == 1
-    assert new.pages == pages[:2]
-    assert allocator.append(new, 1) == []  # no other sequence is left
-    allocator.free(new)
-    assert allocator.num_free_pages == 3
 
 
 def test_adopt_holds_pages_by_their_ids():
