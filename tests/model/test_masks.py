@@ -10,27 +10,18 @@ import torch
 from mlakit.compat import modular
 from mlakit.model import masks
 from mlakit.model.masks import CAUSAL, KINDS, NULL, WINDOWED, Mask
+from tests.seen_keys import SEES, sees
 
 WINDOWS = [1, 2, 3, 5, 8, 100]
 MASKS = [NULL, CAUSAL, *(Mask(kind, window) for kind in WINDOWED for window in WINDOWS)]
 
-DEFINITIONS = {
-    "null": lambda q, k, w: True,
-    "causal": lambda q, k, w: k <= q,
-    "sliding_window_causal": lambda q, k, w: q - w < k <= q,
-    "sliding_window_noncausal": lambda q, k, w: k + w > q,
-    "chunked": lambda q, k, w: k // w == q // w,
-    "chunked_causal": lambda q, k, w: k <= q and k // w == q // w,
-    "compressed_causal": lambda q, k, w: k * w + w - 1 <= q,
-}
-
 
 def seen(mask: Mask, q: int, num_keys: int) -> list[int]:
-    return [k for k in range(num_keys) if DEFINITIONS[mask.kind](q, k, mask.window)]
+    return [k for k in range(num_keys) if sees(mask, q, k)]
 
 
 def test_every_kind_has_a_definition():
-    assert set(DEFINITIONS) == set(KINDS)
+    assert set(SEES) == set(KINDS)
     assert {mask.kind for mask in MASKS} == set(KINDS)
 
 
@@ -68,10 +59,7 @@ def test_visible_is_the_definition(mask):
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: f"{mask.kind}-{mask.window}")
 def test_visible_goes_by_the_positions_it_is_given(mask):
     positions, keys = torch.tensor([9, 3, 3, 0]), torch.tensor([4, 0, -1, 9, 4])
-    expected = [
-        [k >= 0 and DEFINITIONS[mask.kind](q, k, mask.window) for k in keys.tolist()]
-        for q in positions.tolist()
-    ]
+    expected = [[k >= 0 and sees(mask, q, k) for k in keys.tolist()] for q in positions.tolist()]
     assert mask.visible(positions, keys).tolist() == expected
 
 

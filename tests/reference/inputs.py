@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mlakit.model import masks
 from mlakit.model.masks import CAUSAL, NULL, Mask
+from tests.seen_keys import sees
 
 E4M3 = torch.float8_e4m3fn
 INF = math.inf
@@ -110,21 +111,6 @@ def make_batch(
 
 
 SINK = torch.tensor([0.3, -1.7, 2.4], dtype=torch.float64)
-
-
-def sees(mask: Mask, q: int, k: int) -> bool:
-    """The table of masks, row by row: is key position k visible to query position q?"""
-    w = mask.window
-    if mask.kind == "null":
-        return True
-    if mask.kind == "causal":
-        return k <= q
-    if mask.kind == "sliding_window_causal":
-        return q - w < k <= q
-    if mask.kind == "sliding_window_noncausal":
-        return k + w > q
-    same_chunk = math.floor(k / w) == math.floor(q / w)
-    return same_chunk if mask.kind == "chunked" else same_chunk and k <= q
 
 
 def visible_keys(batch: Batch, mask: Mask) -> list[list[int]]:

@@ -17,9 +17,9 @@ from tests.reference.inputs import (
     by_mask,
     make_batch,
     normal,
-    sees,
     starts,
 )
+from tests.seen_keys import sees
 
 
 @by_mask

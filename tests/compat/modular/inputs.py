@@ -6,7 +6,7 @@ between their rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from inspect import isfunction
 from itertools import accumulate
@@ -21,6 +21,7 @@ from mlakit.compat import modular as documented
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import Mask
 from mlakit.tools.testing import assert_same_bits, poison
+from tests.seen_keys import SEES
 from tests.transplant import carried
 
 # their `scalar_args_buf` is made on the CPU and stays there
@@ -57,15 +58,6 @@ MASKS: dict[str, type[Mask]] = {
     "sliding_window_noncausal": modular.SlidingWindowNonCausalMask,
     "chunked": modular.ChunkedMask,
     "chunked_causal": modular.ChunkedCausalMask,
-}
-# does a query at position q see key k < N, with window w
-SEES: dict[str, Callable[[int, int, int], bool]] = {
-    "null": lambda q, k, w: True,
-    "causal": lambda q, k, w: k <= q,
-    "sliding_window_causal": lambda q, k, w: q - w < k <= q,
-    "sliding_window_noncausal": lambda q, k, w: k + w > q,
-    "chunked": lambda q, k, w: k // w == q // w,
-    "chunked_causal": lambda q, k, w: k <= q and k // w == q // w,
 }
 
 

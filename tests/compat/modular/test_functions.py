@@ -8,8 +8,9 @@ import torch
 from tests.compat.modular.append_cases import RopeCase
 from tests.compat.modular.attention_cases import DecodeCase, PrefillCase, SparseCase
 from tests.compat.modular.contiguous_decoding import contiguous_decoding
-from tests.compat.modular.inputs import E4M3, F32, SEES, SMALL_ROW, Step, make_mask
+from tests.compat.modular.inputs import E4M3, F32, SMALL_ROW, Step, make_mask
 from tests.compat.modular.parameters import windowed_masks
+from tests.seen_keys import SEES
 from tests.transplant import calls_may_not_wait
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.hopper_too]
