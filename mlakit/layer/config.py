@@ -113,6 +113,12 @@ class LayerConfig:
             config = RELEASES[ALIASES.get(config.lower(), config.lower())]
         fields = read_config(config)
         model_type = fields.get("model_type")
+        pooled = fields.integer("index_kpool", 1)
+        if geometry.has_indexer and pooled != 1:
+            raise UnsupportedError(
+                "MLAAttention: index_kpool must be 1, for the layer pools no index keys, got "
+                f"{pooled}; `patch` of mlakit.integrations.transformers runs GLM-5.3-Flash"
+            )
         rank, hidden = geometry.q_lora_rank, geometry.hidden_size
         is_longcat, is_hy4 = is_longcat_type(model_type), model_type == HY4
         has_rms_norm = fields.get("index_k_norm_type", "layer") == "rms"

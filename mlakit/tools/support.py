@@ -34,6 +34,7 @@ CACHED_OPS = (
     *INDEX_OPS,
 )
 HEADED_OPS = (*(op for op in CACHED_OPS if op != "append_rows"), "mla_prefill", "merge_states")
+OPS_OF_MODELS = (*HEADED_OPS, "append_rows")  # whose problem depends on the model
 MASKED_OPS = ("mla_prefill", "mla_decode", *INDEX_OPS)
 # every compute capability of CUDA 12 and 13; from 90 on there is arch-specific code (90a), from 100
 # on family-specific code (100f)
@@ -119,17 +120,24 @@ def problem_of(
     op: str,
     arch: int | None,
     *,
+    model: str | None = None,
     dtype: str | None = None,
     format: str | None = None,
     heads: int | None = None,
     page_size: int = 64,
     mask: str = "causal",
 ) -> Problem:
-    """A problem of `op` with the dimensions of DeepSeek-V3, of V3.2 for the indexer.
+    """A problem of `op` with the dimensions of a model: of DeepSeek-V3, of V3.2 for the indexer.
 
     `arch` None is the CPU; what else is None is of `ATTENTION_FACTS` or `INDEX_FACTS`.
     """
     known: dict[str, object] = dict(INDEX_FACTS if op in INDEX_OPS else ATTENTION_FACTS)
+    sizes = MODEL
+    if model is not None:
+        sizes = MLAGeometry.from_config(model)
+        if op in INDEX_OPS and not sizes.has_indexer:
+            raise ValueError(f"model must have an indexer for {op}, got {model!r}")
+        known["heads"] = sizes.index_n_heads if op in INDEX_OPS else sizes.num_heads
     named = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size, "mask": mask}
     known |= {name: value for name, value in named.items() if value is not None}
     known["format"] = ENGINE_NAMES.get(str(known["format"]), known["format"])
@@ -140,16 +148,18 @@ def problem_of(
     device = {"device": "cpu"} if arch is None else {"device": "cuda", "arch": arch}
     facts: dict[str, object] = {name: known[name] for name in known if name in facts_of(op)}
     if op in CACHED_OPS:
-        facts["row"] = INDEX_KEYS if op in INDEX_OPS else MODEL.row
-        if op not in INDEX_OPS and known["format"] in V4_FORMATS:
-            facts["row"] = V4_ROW
+        if op in INDEX_OPS:
+            facts["row"] = INDEX_KEYS if model is None else RowShape(sizes.index_head_dim, 0)
+        else:
+            is_v4 = model is None and known["format"] in V4_FORMATS
+            facts["row"] = V4_ROW if is_v4 else sizes.row
     elif op == "scaled_mm_fp8":
         facts["product"] = PRODUCT
     elif op == "mla_prefill":
         facts["head_widths"] = (
-            MODEL.qk_nope_head_dim,
-            MODEL.qk_rope_head_dim,
-            MODEL.v_head_dim,
+            sizes.qk_nope_head_dim,
+            sizes.qk_rope_head_dim,
+            sizes.v_head_dim,
         )
     return Problem(**device, **facts)  # type: ignore[arg-type]
 

@@ -47,8 +47,17 @@ SIZES: dict[str, Any] = {
 INDEX_SIZES = {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 16}
 OTHER_TYPES = {"kimi_k2": "deepseek_v3"}  # transformers has the layers under this name
 # transformers has no class for the text model of one, another's RoPE fits its own sizes only, and
-# DeepSeek-V4 has other sizes
-_OTHERS = ("mistral-small-4", "minicpm3", "deepseek-v4-flash", "deepseek-v4-pro")
+# the others have sizes or layers that are not among those above
+_OTHERS = (
+    "mistral-small-4",
+    "minicpm3",
+    "deepseek-v4-flash",
+    "deepseek-v4-pro",
+    "glm-5.3-flash",
+    "kimi-k3",
+    "hy4-preview",
+    "longcat-2.0",
+)
 MODELS = tuple(name for name in PRESETS if name not in _OTHERS)
 FP8_CONFIG = {
     "quant_method": "fp8",

@@ -20,9 +20,12 @@ from typer.testing import CliRunner
 from mlakit import __version__
 from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import arch_name
+from mlakit.formats import row_codec
 from mlakit.model.geometry import PRESETS, RopeParameters
+from mlakit.model.v4 import CSA, HCA, SLIDING, V4Config, is_v4
 from mlakit.tools import bench, cli, support
 from mlakit.tools.bench import peers
+from mlakit.tools.memory.layers import LayerCounts, read_model
 
 HELP_COLUMNS = 88  # the width of a page
 SUITE = re.compile(r"^The suite `([a-z0-9-]+)`: ", flags=re.MULTILINE)
@@ -130,6 +133,59 @@ def model_table() -> str:
     return markdown_table(header, rows)
 
 
+# what runs the attention of a model type, where it is not the same for all
+LAYERS = {"deepseek_v4": "`V4Attention`", "glm5_next_text": "—"}
+NOT_PATCHED = ("kimi-k3", "longcat-2.0")  # transformers 5.17 does not have these
+ENGINES = {"deepseek_v4": "—", "glm5_next_text": "—", "longcat_flash_pro": "SGLang"}
+
+
+def _layers(name: str, counts: LayerCounts) -> str:
+    if is_v4(name):
+        kinds = V4Config.from_config(name).kinds
+        named = {"window": SLIDING, "CSA": CSA, "HCA": HCA}
+        return ", ".join(f"{kinds.count(kind)} {shown}" for shown, kind in named.items())
+    of_all = f" of {counts.total}" if counts.mla < counts.total else ""
+    indexers = f", {counts.indexer} with an indexer" if counts.indexer else ""
+    return f"{counts.mla} MLA{of_all}{indexers}"
+
+
+def _kernel(model: str, op: str, format: str) -> str:
+    chosen = support.selection(op, support.problem_of(op, 90, model=model, format=format))
+    return chosen.kernel or chosen.chosen or "—"
+
+
+def attention_table() -> str:
+    """For every known model its layers, its rows, and what runs its decode steps."""
+    header = (
+        *("name", "attention layers", "row, bytes", "op of a decode step"),
+        *("kernels on an H200", "layer", "`patch`", "engines"),
+    )
+    rows = []
+    for name, model in PRESETS.items():
+        fields, _, counts = read_model(name)
+        kind = fields.get("model_type")
+        fp8 = "fp8_block64" if kind == "deepseek_v4" else "fp8_block128"
+        formats = ("bf16", fp8)
+        sizes = (str(row_codec(each, model.row).bytes_per_token) for each in formats)
+        is_sparse = model.has_indexer
+        op = "sparse_mla" if is_sparse else "mla_decode"
+        kernels = dict.fromkeys(_kernel(name, op, each) for each in formats)
+        engine = "vLLM `MLAKIT_SPARSE`, SGLang" if is_sparse else "vLLM `MLAKIT`, SGLang"
+        rows.append(
+            (
+                f"`{name}`",
+                _layers(name, counts),
+                " bf16, ".join(sizes) + f" `{fp8}`",
+                f"`{op}`",
+                ", ".join(f"`{each}`" for each in kernels),
+                LAYERS.get(kind, "`MLAAttention`"),
+                "—" if name in NOT_PATCHED else "yes",
+                ENGINES.get(kind, engine),
+            )
+        )
+    return markdown_table(header, rows)
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "commands": command_table,
@@ -138,6 +194,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "knobs": knob_table,
     "support": support_table,
     "models": model_table,
+    "attention": attention_table,
 }
 
 

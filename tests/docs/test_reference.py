@@ -174,7 +174,7 @@ def test_generated_tables_have_a_row_for_everything():
     }
     assert rows["knobs"] == [knob.variable for knob in knobs.REGISTRY.values()]
     assert rows["support"] == list(selection.OPS)
-    assert rows["models"] == list(PRESETS)
+    assert rows["models"] == rows["attention"] == list(PRESETS)
 
 
 DOCSTRING = """Attend.

@@ -47,6 +47,31 @@ KIMI_K2 = {**published_yarn(32, 1.0, 50_000, 1), "num_attention_heads": 64}
 KIMI_K2_0905 = {**published_yarn(64, 1.0, 50_000, 1), "num_attention_heads": 64}
 KIMI_K25 = {**published_yarn(64, 1.0, 50_000, 32), "num_attention_heads": 64}
 GLM_52 = {"rope_theta": 8_000_000, "max_position_embeddings": 1_048_576}
+KIMI_K3 = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 93,
+    "num_attention_heads": 96,
+    "q_lora_rank": 1536,
+    "max_position_embeddings": 1_048_576,
+}
+HY4 = {
+    "hidden_size": 6144,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "index_n_heads": 32,
+    "rope_theta": 10_000_000,
+    "max_position_embeddings": 1_048_576,
+}
+LONGCAT_2 = {  # transformers has the dense model only
+    "hidden_size": 8192,
+    "num_layers": 38,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 262_144,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 V4_FLASH = {"rope_scaling": RELEASES["deepseek-v4-flash"]["rope_scaling"]}
 V4_PRO = {
     **V4_FLASH,
@@ -83,6 +108,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-4.7-flash": ("glm4_moe_lite", {"rope_theta": 1_000_000, "partial_rotary_factor": 1.0}),
     "glm-5": ("glm_moe_dsa", {"rope_theta": 1_000_000}),
     "glm-5.2": ("glm_moe_dsa", GLM_52),
+    "glm-5.3-flash": ("glm5_next_text", {"index_kpool": 4}),
+    "kimi-k3": ("kimi_linear", KIMI_K3),
+    "hy4-preview": ("hy_v4", HY4),
+    "longcat-2.0": ("longcat_flash", LONGCAT_2),
     "mistral-small-4": ("mistral4", {}),
     "minicpm3": ("minicpm3", MINICPM3),
 }
@@ -93,6 +122,8 @@ ATTENTION_CLASSES = {
     "deepseek_v32": "DeepseekV32Attention",
     "glm4_moe_lite": "Glm4MoeLiteAttention",
     "glm_moe_dsa": "GlmMoeDsaAttention",
+    "glm5_next_text": "Glm5NextTextAttention",
+    "hy_v4": "HYV4Attention",
     "mistral4": "Mistral4Attention",
     "minicpm3": "MiniCPM3Attention",
     "kimi_linear": "KimiLinearAttention",
@@ -111,7 +142,8 @@ SMALL = {
 
 
 def attention_module(model_type: str, config: Any) -> torch.nn.Module:
-    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    folder = model_type.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     with torch.device("meta"):
         name = ATTENTION_CLASSES.get(model_type, "DeepseekV4Attention")
         return getattr(module, name)(config, 0)
@@ -138,7 +170,7 @@ def test_softmax_scale_is_that_of_the_attention_module(name):
 @pytest.mark.parametrize("model_type", ATTENTION_CLASSES)
 @pytest.mark.parametrize("stretched", [False, True], ids=["plain", "yarn"])
 def test_from_config_of_every_family(model_type, stretched):
-    if stretched and model_type == "kimi_linear":
+    if stretched and model_type in ("kimi_linear", "glm5_next_text"):
         published: dict[str, Any] = {}  # its layers have no rope to stretch
     else:
         published = published_yarn(16, 0.8) if stretched else {}
@@ -154,7 +186,8 @@ def test_from_config_of_every_family(model_type, stretched):
         "q_lora_rank",
     ):
         assert getattr(geometry, name) == getattr(config, name), name
-    assert geometry.has_indexer is (model_type in ("deepseek_v32", "glm_moe_dsa"))
+    sparse = ("deepseek_v32", "glm_moe_dsa", "glm5_next_text", "hy_v4")
+    assert geometry.has_indexer is (model_type in sparse)
     for name in ("index_n_heads", "index_head_dim", "index_topk"):
         assert getattr(geometry, name) == getattr(config, name, 0), name
     module = attention_module(model_type, config)

@@ -84,6 +84,9 @@ ROTARY_CLASSES = {
 }
 
 
+UNROTATED = ("glm-5.3-flash", "kimi-k3")
+
+
 def model_config(model_type: str, scaling: dict[str, Any], **fields: Any) -> Any:
     """A config object of transformers with `scaling`, D_R = 64 and an odd theta."""
     sizes = {"qk_rope_head_dim": WIDTH, "max_position_embeddings": 16_384, **fields}
@@ -145,14 +148,20 @@ def test_every_family_and_scaling_is_that_of_transformers(model_type, scaling):
     assert_is_table(rope_table(config, POSITIONS), expected, tolerance(config, POSITIONS))
 
 
-@pytest.mark.parametrize("name", RELEASES)
+@pytest.mark.parametrize("name", [name for name in RELEASES if name not in UNROTATED])
 def test_every_preset_is_that_of_transformers(name):
     published = dict(RELEASES[name])
     model_type = published.pop("model_type").replace("kimi_k2", "deepseek_v3")
+    model_type = model_type.replace("longcat_flash_pro", "longcat_flash")
     config = AutoConfig.for_model(model_type, **published)
     positions = POSITIONS.clamp(max=config.max_position_embeddings - 1)
     expected = transformers_table(config, positions)
     assert_is_table(rope_table(name, positions), expected, tolerance(config, positions))
+
+
+def test_the_presets_without_rotation():
+    assert MLAGeometry.preset("glm-5.3-flash").qk_rope_head_dim == 0
+    assert MLAGeometry.preset("kimi-k3").rope_parameters.rope_type == "none"
 
 
 def test_every_rope_type_is_among_the_scalings():

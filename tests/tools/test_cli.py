@@ -150,6 +150,8 @@ OPTIONS_WITHOUT_EFFECT = [
     ("explain merge_states --page-size 64", "--page-size has no effect on merge_states"),
     ("explain mla_prefill --page-size 64", "--page-size has no effect on mla_prefill"),
     ("explain quantize_fp8 --heads 128", "--heads has no effect on quantize_fp8"),
+    ("explain quantize_fp8 --model kimi-k3", "--model has no effect on quantize_fp8"),
+    ("explain indexer_topk --model deepseek-v3.2", "--model has no effect on indexer_topk"),
     ("memory deepseek-v3 --weights 80", "--weights needs --gpu-memory"),
     ("emulate hopper-indexer-h32-q1 --steps 9", "--steps needs --trace"),
     ("emulate hopper-indexer-h32-q1 --list", "NAME has no effect with --list"),

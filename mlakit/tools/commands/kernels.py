@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mlakit.dispatch.names import OPS
+from mlakit.model.geometry import PRESETS
 from mlakit.tools.options import Command, completion, refuse, usage_errors
 
 app = typer.Typer()
@@ -25,11 +26,19 @@ def explain(
     arch: str = typer.Option(
         "cpu", help="cpu, a card such as H200, a compute capability (90, 9.0, sm_90), or gfx942."
     ),
+    model: str | None = typer.Option(
+        None,
+        help="A known model, its Hub id, a config.json or a folder with one: its rows, widths and "
+        "heads. Default: DeepSeek-V3, V3.2 for the indexer.",
+        autocompletion=completion(PRESETS),
+    ),
     dtype: str | None = typer.Option(
         None, help="bf16, fp16, fp32 or e4m3, of the queries: default bf16, indexer e4m3."
     ),
     format: str | None = typer.Option(None, help="Cache format: default bf16, indexer fp8_token."),
-    heads: int | None = typer.Option(None, min=1, help="Query heads: default 128, indexer 64."),
+    heads: int | None = typer.Option(
+        None, min=1, help="Query heads: default those of the model, 128, indexer 64."
+    ),
     page_size: int = typer.Option(64, min=1, help="Rows per page of the cache."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
@@ -41,9 +50,15 @@ def explain(
 
     from mlakit.tools import support
 
-    facts = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size}
+    facts = {
+        "model": model,
+        "dtype": dtype,
+        "format": format,
+        "heads": heads,
+        "page_size": page_size,
+    }
     with usage_errors():
-        own = support.facts_of(op)
+        own = support.facts_of(op) | ({"model"} if op in support.OPS_OF_MODELS else set())
         refuse(context, facts.keys() - own, f"{{}} has no effect on {op}")
         known = {name: value for name, value in facts.items() if name in own}
         problem = support.problem_of(op, support.parse_arch(arch), **known)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.model.v4 import V4Config, is_v4
 from mlakit.tools.bench.shapes import NUMBER, parse_number
 from mlakit.tools.memory.compressed import CompressedSize, compressed_size, uncompressed_size
-from mlakit.tools.memory.layers import LayerCounts, read_model
+from mlakit.tools.memory.layers import LayerCounts, read_model, tokens_per_index_key
 from mlakit.tools.memory.sizes import CacheSize
 
 EXPANDED = "K/V without MLA"
@@ -91,7 +91,8 @@ def memory_report(
     weights_gib  weights per rank; None: the checkpoint's by its index, divided by `tp`, or not
                  counted if there is no index
     """
-    _, geometry, layers = read_model(config)
+    fields, geometry, layers = read_model(config)
+    pooled = tokens_per_index_key(fields) if layers.indexer else 1
     if geometry.num_heads % tp:
         raise ValueError(f"tp must divide the {geometry.num_heads} heads, got {tp}")
     if tp % dcp:
@@ -106,7 +107,8 @@ def memory_report(
             if v4 is not None:
                 sizes.append(compressed_size(v4, name, page_size))
             else:
-                sizes.append(latent_size(geometry, layers, name, dcp=dcp, page_size=page_size))
+                options = {"dcp": dcp, "page_size": page_size, "tokens_per_key": pooled}
+                sizes.append(latent_size(geometry, layers, name, **options))
         except ValueError as error:
             if formats:
                 raise
@@ -125,16 +127,26 @@ def memory_report(
 
 
 def latent_size(
-    geometry: MLAGeometry, layers: LayerCounts, name: str, *, dcp: int, page_size: int
+    geometry: MLAGeometry,
+    layers: LayerCounts,
+    name: str,
+    *,
+    dcp: int,
+    page_size: int,
+    tokens_per_key: int = 1,
 ) -> CacheSize:
-    """The size in one format, index keys included. Raises ValueError for unsupported rows."""
-    parts = [(row_codec(name, geometry.row), layers.mla)]
+    """The size in one format, index keys included. Raises ValueError for unsupported rows.
+
+    tokens_per_key  tokens of one index key
+    """
+    rows = row_codec(name, geometry.row)
+    token_bytes = float(rows.bytes_per_token * layers.mla)
+    page_bytes = rows.page_bytes(page_size) * layers.mla
     if layers.indexer:
         keys = row_codec("fp8_token", RowShape(geometry.index_head_dim, 0))
-        parts.append((keys, layers.indexer))
-    token_bytes = sum(codec.bytes_per_token * count for codec, count in parts)
-    page_bytes = sum(codec.page_bytes(page_size) * count for codec, count in parts)
-    return CacheSize(name, token_bytes, token_bytes / dcp, page_bytes, page_size, dcp)
+        token_bytes += keys.bytes_per_token * layers.indexer / tokens_per_key
+        page_bytes += keys.page_bytes(-(-page_size // tokens_per_key)) * layers.indexer
+    return CacheSize(name, round(token_bytes), token_bytes / dcp, page_bytes, page_size, dcp)
 
 
 def expanded_size(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mlakit.model.config import ConfigFields, config_path
 from mlakit.model.geometry import MLAGeometry
+from mlakit.model.releases import HY4, is_longcat_type
 from mlakit.tools.memory.budget import CHECKPOINT_INDEX, GIB, checkpoint_bytes
 from mlakit.tools.memory.layers import layer_counts, read_model
 
@@ -53,18 +54,19 @@ def count_parameters(fields: ConfigFields, geometry: MLAGeometry) -> tuple[int, 
 
     Raises ValueError for fields that it does not have.
     """
-    if fields.get("model_type") in ("longcat_flash", "kimi_linear"):
-        raise ValueError(
-            f"{fields.source}: the parameters of {fields.get('model_type')} cannot be counted; "
-            "give --weights GiB"
-        )
     layers, g = layer_counts(fields), geometry
+    kind = fields.get("model_type")
+    if is_longcat_type(kind) or kind == "kimi_linear" or layers.mla < layers.total:
+        raise ValueError(
+            f"{fields.source}: the parameters of {kind} cannot be counted; give --weights GiB"
+        )
     hidden, heads, inner = g.hidden_size, g.num_heads, g.q_lora_rank
     q = heads * g.qk_head_dim
     attention = hidden * q if inner is None else inner * (hidden + q)
     attention += hidden * g.row.width
     attention += g.kv_lora_rank * heads * (g.qk_nope_head_dim + g.v_head_dim)
-    attention += heads * g.v_head_dim * hidden
+    # Hy4 has a gate as large as the output projection
+    attention += heads * g.v_head_dim * hidden * (2 if kind == HY4 else 1)
     index = (inner or hidden) * g.index_n_heads * g.index_head_dim
     index += hidden * (g.index_head_dim + g.index_n_heads)
     routed = fields.get("n_routed_experts", fields.get("num_experts", 0))

@@ -55,10 +55,11 @@ def check_decode(
     torch.testing.assert_close(results[1].cpu().double(), exact[1], rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("heads", [HEADS, 96], ids=["16 heads", "Kimi K3's 96"])
 @pytest.mark.parametrize("kind", CACHES)
-def test_one_query_per_request_over_strided_blocks(kind, device):
+def test_one_query_per_request_over_strided_blocks(kind, heads, device):
     cache = cache_of(kind, LENGTHS, device)
-    q = queries(len(LENGTHS), device)
+    q = queries(len(LENGTHS), device, heads)
     batch = calls.decode_batch(
         cache.table, lens(LENGTHS, device), starts([1] * len(LENGTHS), device), 1, len(LENGTHS)
     )

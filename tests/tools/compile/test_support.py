@@ -196,6 +196,35 @@ def test_an_explained_problem_has_the_facts_of_a_call():
     assert support.problem_of("quantize_fp8", None).heads == 0  # as `quantize_fp8` asks
 
 
+@pytest.mark.parametrize(
+    ("op", "model", "expected"),
+    [
+        ("mla_decode", "kimi-k3", (96, 576, None)),
+        ("sparse_mla", "glm-5.3-flash", (64, 512, None)),
+        ("append_rows", "mistral-small-4", (0, 320, None)),
+        ("indexer_logits", "hy4-preview", (32, 128, None)),
+        ("mla_prefill", "hy4-preview", (64, None, (192, 64, 256))),
+    ],
+)
+def test_a_problem_of_a_model_has_its_sizes(op, model, expected):
+    problem = support.problem_of(op, 90, model=model)
+    width = None if problem.row is None else problem.row.width
+    assert (problem.heads, width, problem.head_widths) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["indexer_logits", "--model=kimi-k3"], "model must have an indexer for indexer_logits"),
+        (["mla_decode", "--model=kimi-k4"], "'kimi-k4' is not a config.json"),
+    ],
+)
+def test_explain_refuses_a_model_without_such_a_problem(arguments, said):
+    code, output = invoke("explain", *arguments)
+    assert code == 2
+    assert said in " ".join(re.sub(r"[│\s]+", " ", output).split())
+
+
 def test_explain_refuses_an_unknown_op():
     code, output = invoke("explain", "mla_encode")
     assert code == 2
