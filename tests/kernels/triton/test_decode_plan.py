@@ -56,10 +56,6 @@ def worker_items(plan: DecodePlanTensors) -> list[list[list[int]]]:
     return [items[begin:end] for begin, end in pairwise(plan.cta_starts.tolist())]
 
 
-def loads(plan: DecodePlanTensors) -> list[int]:
-    return [sum(last - first for _, first, last, _ in own) for own in worker_items(plan)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_triton_plans_give_every_key_to_one_worker(seed):
@@ -106,15 +102,6 @@ def test_triton_plans_have_the_lengths_of_a_request_in_its_items(seed):
     assert beside == [list(lengths[request]) for request in requests]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ctas", [1, 7, 40])
-def test_triton_plans_are_balanced(num_ctas):
-    kv_lens = [3000, 1, 900, 64, 2000]
-    shares = loads(make_plan([1] * 5, kv_lens, num_ctas=num_ctas))
-    assert sum(shares) == sum(-(-kv_len // TILE) for kv_len in kv_lens)
-    assert max(shares) - min(shares) <= 1
-
-
 @st.composite
 def batches(draw: st.DrawFn) -> list[int]:
     """Lengths that are equal, nearly equal and unequal, so that plans are even and balanced."""
@@ -137,25 +124,6 @@ def test_triton_plans_are_those_of_the_host(kv_lens, num_ctas):
         (item.request, item.first_key, -(-item.last_key // TILE) * TILE, item.partial_slot)
         for item in expected.items
     ]
-
-
-@pytest.mark.slow
-def test_triton_plans_leave_equal_requests_whole():
-    plan = make_plan([1] * 128, [20 * TILE] * 128, num_ctas=132)
-    assert worker_items(plan) == [[[b, 0, 20, -1]] for b in range(128)] + [[]] * 4
-    plan = make_plan([1] * 14, [20 * TILE] * 14, num_ctas=5)
-    whole = [[b, 0, 20, -1] for b in range(14)]
-    assert worker_items(plan) == [whole[:3], whole[3:6], whole[6:9], whole[9:12], whole[12:]]
-
-
-@pytest.mark.slow
-def test_triton_plans_split_equal_requests_alike():
-    plan = make_plan([1] * 32, [64 * TILE] * 32, num_ctas=264)
-    assert (
-        worker_items(plan)
-        == [[[worker // 8, worker % 8 * 8, worker % 8 * 8 + 8, worker]] for worker in range(256)]
-        + [[]] * 8
-    )
 
 
 @pytest.mark.slow
