@@ -6,7 +6,7 @@ that machine has passed (`dispatch.proofs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from mlakit.dispatch.architectures import arch_name
@@ -18,6 +18,7 @@ from mlakit.kernels.hopper.sparse.configs import D_V, ROWS
 ARCHS = (100, 103)
 OLDEST_TRITON = (3, 9)
 FORMATS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+FP8_FORMATS = {"fp8_block128": "torch.bfloat16"}  # rotated columns are bfloat16, too
 FEW_HEADS = 64
 
 
@@ -40,13 +41,13 @@ def why_not_triton() -> str | None:
     return f"needs Triton {'.'.join(map(str, OLDEST_TRITON))} or newer, got {installed}"
 
 
-def _why_not_sparse(problem: Problem) -> str | None:
+def _why_not_sparse(problem: Problem, formats: Mapping[str, str] = FORMATS) -> str | None:
     refusal = _why_not_device(problem)
     if refusal is not None:
         return refusal
-    if problem.format not in FORMATS:
-        return f"needs rows of {one_of(list(FORMATS))}, got {problem.format}"
-    needed = FORMATS[problem.format]
+    if problem.format not in formats:
+        return f"needs rows of {one_of(list(formats))}, got {problem.format}"
+    needed = formats[problem.format]
     if problem.dtype != needed:
         return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
     row = problem.row
@@ -57,6 +58,17 @@ def _why_not_sparse(problem: Problem) -> str | None:
         return f"needs {D_V} latent columns with q_rope, got {row.kv_lora_rank}"
     uses = [use for use in problem.uses if use != Use.Q_ROPE]
     return uses[0].refusal if uses else None
+
+
+def _why_not_sparse_fp8(problem: Problem) -> str | None:
+    refusal = _why_not_sparse(problem, FP8_FORMATS)
+    if refusal is not None:
+        return refusal
+    assert problem.row is not None
+    if (problem.row.kv_lora_rank, problem.row.qk_rope_head_dim) not in ((D_C, D_R), (D_C, 0)):
+        got = f"{problem.row.kv_lora_rank} + {problem.row.qk_rope_head_dim}"
+        return f"needs {D_C} + {D_R} or {D_C} + 0 columns, got {got}"
+    return None
 
 
 def _variant(problem: Problem) -> str:
@@ -79,12 +91,16 @@ def _why_slower_n64(problem: Problem) -> str | None:
     return None
 
 
-def _sparse_spec(kernel: str, why_slower: Callable[[Problem], str | None]) -> KernelSpec:
+def _sparse_spec(
+    kernel: str,
+    why_not: Callable[[Problem], str | None],
+    why_slower: Callable[[Problem], str | None] | None = None,
+) -> KernelSpec:
     return KernelSpec(
         "blackwell",
         "sparse_mla",
         f"{__package__}.sparse.launch:sparse_mla",
-        _why_not_sparse,
+        why_not,
         kernel=kernel,
         why_slower=why_slower,
         variant=_variant,
@@ -119,6 +135,7 @@ SPECS = (
         mask_traits=("IS_CAUSAL",),
         variant=_variant,
     ),
-    _sparse_spec("m128_bf16", _why_slower_m128),
-    _sparse_spec("n64_bf16", _why_slower_n64),
+    _sparse_spec("m128_bf16", _why_not_sparse, _why_slower_m128),
+    _sparse_spec("n64_bf16", _why_not_sparse, _why_slower_n64),
+    _sparse_spec("n64_fp8_kv", _why_not_sparse_fp8),
 )

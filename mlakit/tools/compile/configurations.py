@@ -421,6 +421,14 @@ BLACKWELL: dict[str, Case] = {
         "bf16", 32, extra_format="bf16", extra_topk=64, extra_page_size=16, sink="mixed"
     ),
     "blackwell-sparse-h64-fp16-splits": _sparse("fp16", 40, topk=600, num_splits=3, sink="finite"),
+    "blackwell-sparse-h64-fp8_block128": _sparse("fp8_block128", 64),
+    "blackwell-sparse-h16-fp8_block128-extra": _sparse(
+        "fp8_block128", 16, extra_format="fp8_block128", extra_page_size=16, extra_topk=64
+    ),
+    "blackwell-sparse-h128-fp8_block128-splits": _sparse(
+        "fp8_block128", 128, topk=600, num_splits=3, sink="finite", q_rope_dtype="bf16"
+    ),
+    "blackwell-sparse-h32-fp8_block128-no-rope": _sparse("fp8_block128", 20, **GLM5_NEXT_ROW),
     "blackwell-decode-h64-bf16": _decode("bf16", 64),
     "blackwell-decode-h16-fp16-page1": _decode("fp16", 9, page_size=1, sink="finite"),
     "blackwell-decode-h128-ragged": _decode(

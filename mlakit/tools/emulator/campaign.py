@@ -166,6 +166,15 @@ SUBJECTS: dict[str, Subject] = {
         ),
         backend="blackwell",
     ),
+    "blackwell-sparse-n64_fp8_kv": Subject(
+        "sparse_mla_n64_fp8_kv_kernel",
+        # with 16 heads there is one stage more
+        (
+            *_cases("blackwell-sparse-h64-fp8_block128", *_SPARSE_BLACKWELL),
+            *_cases("blackwell-sparse-h16-fp8_block128-extra", _SPARSE_BLACKWELL[0]),
+        ),
+        backend="blackwell",
+    ),
     "blackwell-decode-n64_bf16": Subject(
         "mla_decode_n64_bf16_kernel",
         # with 16 heads there is one stage more

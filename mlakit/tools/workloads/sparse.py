@@ -21,7 +21,7 @@ from mlakit.tools.workloads.case import (
     assert_logits_match,
     weights_dtype,
 )
-from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
+from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, sparse_row_bits
 from mlakit.tools.workloads.inputs import Inputs
 from mlakit.tools.workloads.paged import Pool
 
@@ -43,11 +43,11 @@ class Lists:
         where = self.stored.device
         return self.stored, self.rows.to(where), None if self.lens is None else self.lens.to(where)
 
-    def rounded(self) -> Lists:
+    def rounded(self, bits: int) -> Lists:
         """With the stored rows as `fp16_rows` says."""
         slots = torch.arange(len(self.stored), device="cpu")
         scales = block_scales(self.pool.payload(slots)).to(self.stored.device)
-        return replace(self, stored=rounded_rows(self.stored, scales))
+        return replace(self, stored=rounded_rows(self.stored, scales, bits=bits))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -82,7 +82,7 @@ class SparseCase(AbsorbedCase):
         sink = inputs.sink(self.sink, self.heads)
         given = self.results(inputs, self.num_tokens, *NAMES[1:])
 
-        rounds: list[bool] = []  # the last is that of the results to check
+        row_bits: list[int] = []  # the last is that of the results to check
 
         def call(backend: Backend) -> Results:
             second = None
@@ -102,14 +102,15 @@ class SparseCase(AbsorbedCase):
                 **query.arguments,
                 **given,
             )
-            rounds.append(rounds_rows(inputs.device, backend, format=self.format, heads=self.heads))
+            format, heads = self.format, self.heads
+            row_bits.append(sparse_row_bits(inputs.device, backend, format=format, heads=heads))
             return results
 
         def check(results: Results) -> None:
             for name, result in zip(NAMES, results, strict=True):
                 assert_given(name, result, given.get(name))
             own = None if sink is None else sink.to(inputs.drawn_on)
-            self._check(query.exact, main, extra, own, results, rounds=rounds[-1])
+            self._check(query.exact, main, extra, own, results, row_bits=row_bits[-1])
 
         return Trial(inputs, call, check, self.calls, NAMES)
 
@@ -152,14 +153,14 @@ class SparseCase(AbsorbedCase):
         sink: Tensor | None,
         results: Results,
         *,
-        rounds: bool,
+        row_bits: int,
     ) -> None:
-        """rounds  `fp16_rows.rounds_rows`"""
+        """row_bits  `fp16_rows.sparse_row_bits`"""
 
         def oracle(dtype: torch.dtype) -> Results:
             lists = [main] if extra is None else [main, extra]
-            if rounds and dtype != torch.float64:
-                lists = [each.rounded() for each in lists]
+            if row_bits and dtype != torch.float64:
+                lists = [each.rounded(row_bits) for each in lists]
             pool, rows, lens = lists[0].of_oracle
             computed: Results = self.reference.sparse_mla(
                 q,

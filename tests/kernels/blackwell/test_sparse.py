@@ -34,6 +34,13 @@ def run(kernel: str, **fields: object) -> None:
     SparseCase(**given).run("cuda", f"blackwell:{kernel}")
 
 
+@pytest.mark.parametrize("heads", [1, 64, 128])
+@pytest.mark.parametrize("topk", [1, 64, 1000])
+def test_fp8_rows(kernel, heads, topk):
+    if kernel == KERNELS[0]:
+        run("n64_fp8_kv", heads=heads, topk=topk, format="fp8_block128", sink="finite")
+
+
 @pytest.mark.parametrize("heads", [1, 16, 17, 64, 65, 128, 200])
 def test_heads(kernel, heads):
     run(kernel, heads=heads, num_tokens=3, topk=150, sink="finite")

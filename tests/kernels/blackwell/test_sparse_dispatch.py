@@ -99,6 +99,41 @@ def test_a_missing_triton_is_refused(monkeypatch):
     assert why_not(problem()) == "needs Triton 3.9 or newer, got none"
 
 
+FP8_KERNEL = "blackwell:n64_fp8_kv"
+
+
+@pytest.mark.parametrize("heads", [1, 64, 128])
+@pytest.mark.parametrize("row", [ROW, RowShape(512, 0)])
+def test_fp8_rows_are_taken(row, heads):
+    given = problem(format="fp8_block128", row=row, heads=heads)
+    assert selection.select("sparse_mla", given, "blackwell").name == FP8_KERNEL
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"arch": 90}, "needs sm_100 or sm_103, got sm_90"),
+        ({"format": "fp8_token"}, "needs rows of fp8_block128, got fp8_token"),
+        (
+            {"dtype": "torch.float16"},
+            "needs queries of torch.bfloat16 with rows of fp8_block128, got torch.float16",
+        ),
+        (
+            {"row": RowShape(448, 64, v_width=512)},
+            "needs 512 + 64 or 512 + 0 columns, got 448 + 64",
+        ),
+        (
+            {"uses": (Use.OTHER_EXTRA_FORMAT,)},
+            "takes no extra cache of another format",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_reasons_against_fp8_rows(fields, reason):
+    (spec,) = (spec for spec in selection.specs("sparse_mla") if spec.name == FP8_KERNEL)
+    assert spec.why_not(problem(**{"format": "fp8_block128", **fields})) == reason
+
+
 class Launched(list):
     """The launches that a call makes, without a GPU: (kernel, grid, arguments by name)."""
 
@@ -207,6 +242,18 @@ def test_the_second_cache_has_its_own_rows(launched):
     assert list(arguments["extra_kv"].shape) == [3 * 2 * 16 + 16, 576]
     traits = arguments["TRAITS"]
     assert (traits.HAS_EXTRA, traits.PAGE, traits.EXTRA_PAGE) == (True, 0, 16)
+
+
+def test_fp8_rows_are_read_as_words_and_not_gathered(launched):
+    cache = PagedLatentCache.allocate(ROW, "fp8_block128", num_pages=4, page_size=64)
+    call(2, 100, cache=cache)
+    _, grid, arguments = launched[0]
+    assert grid == (4,)  # two tiles of 64 heads each
+    assert "kv" not in arguments
+    assert arguments["main"].payload.dtype == torch.int32
+    assert arguments["TRAITS"].FORMAT.SCALES_AT == 512
+    config = arguments["CONFIG"]
+    assert (config.ROWS, config.PRODUCER_REGISTERS, config.ISSUE_REGISTERS) == (64, 176, 72)
 
 
 def test_pages_between_rows_are_refused_here_and_not_on_hopper(launched):

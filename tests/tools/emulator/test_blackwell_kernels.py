@@ -14,6 +14,7 @@ pytest.importorskip("triton", minversion="3.9", reason="Blackwell's kernels need
 SAMPLE = (
     "blackwell-sparse-h128-bf16",
     "blackwell-sparse-h64-bf16",
+    "blackwell-sparse-h64-fp8_block128",
     "blackwell-decode-h64-bf16",
 )  # one of each kernel
 SEEDS = range(5)

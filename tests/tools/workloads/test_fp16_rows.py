@@ -9,7 +9,12 @@ from mlakit import PagedLatentCache
 from mlakit.dispatch.specs import pretending
 from mlakit.model.geometry import RowShape
 from mlakit.tools.workloads import DecodeCase
-from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
+from mlakit.tools.workloads.fp16_rows import (
+    block_scales,
+    rounded_rows,
+    rounds_rows,
+    sparse_row_bits,
+)
 from mlakit.tools.workloads.inputs import Inputs
 
 
@@ -99,6 +104,24 @@ def test_only_kernels_of_64_heads_round():
     with pretending(100):
         assert not rounds_rows(device, "auto", **problem)
     assert not rounds_rows(device, "auto", **problem)
+
+
+def test_blackwell_rounds_rows_to_bfloat16():
+    device = torch.device("cpu")
+    problem = {"format": "fp8_block128", "heads": 128}
+    with pretending(100):
+        for backend in ("auto", "blackwell", "blackwell:n64_fp8_kv"):
+            assert sparse_row_bits(device, backend, **problem) == 8
+        assert sparse_row_bits(device, "triton", **problem) == 0
+        assert sparse_row_bits(device, "auto", **{**problem, "format": "bf16"}) == 0
+    with pretending(90):
+        assert sparse_row_bits(device, "auto", **problem) == 11
+        assert sparse_row_bits(device, "triton", **problem) == 0
+    rows = torch.tensor([[1 + 2.0**-8, 1 + 2.0**-7, torch.inf, 0.0] * 128 + [1 + 2.0**-8]]).double()
+    rounded = rounded_rows(rows, torch.ones(1, 4).double(), bits=8)
+    assert rounded[0, :4].tolist() == [1.0, 1 + 2.0**-7, torch.inf, 0.0]
+    assert torch.equal(rounded[:, :512].float().bfloat16().double(), rounded[:, :512])
+    assert rounded[0, 512] == rows[0, 512], "rotated columns are not rounded"
 
 
 @pytest.mark.parametrize("backend", ["auto", "hopper"])

@@ -25,9 +25,13 @@ def head_rows(heads: int) -> int:
     return max(1 << (min(heads, MAX_ROWS) - 1).bit_length(), MIN_ROWS)
 
 
-def keys_as_m_config(heads: int, has_rope: bool) -> KeysAsMConfig:
-    """Return the config with the most stages that fit in shared memory beside the queries."""
+def keys_as_m_config(heads: int, *, has_rope: bool, is_dequantised: bool = False) -> KeysAsMConfig:
+    """Return the config with the most stages that fit in shared memory beside the queries.
+
+    is_dequantised  the producer converts rows in registers
+    """
     rows = head_rows(heads)
     query = 2 * rows * (D_C + (D_R if has_rope else 0))
     stages = (SMEM_BYTES - OTHER_SMEM_BYTES - query - 2 * KEYS * D_R) // (2 * KEYS * PART)
-    return KeysAsMConfig(rows, stages, 144, 96, 168)
+    producer, issue = (176, 72) if is_dequantised else (144, 96)
+    return KeysAsMConfig(rows, stages, producer, issue, MAX_REGISTERS=168)

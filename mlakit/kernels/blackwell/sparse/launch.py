@@ -27,6 +27,7 @@ from mlakit.kernels.blackwell.sparse.configs import (
 )
 from mlakit.kernels.blackwell.sparse.m128_bf16 import sparse_mla_m128_bf16_kernel
 from mlakit.kernels.blackwell.sparse.n64_bf16 import sparse_mla_n64_bf16_kernel
+from mlakit.kernels.blackwell.sparse.n64_fp8_kv import sparse_mla_n64_fp8_kv_kernel
 from mlakit.kernels.hopper.device.primitives import SMEM_16BIT
 from mlakit.kernels.hopper.pool_rows import pool_rows
 from mlakit.kernels.hopper.sparse.calls import (
@@ -45,7 +46,7 @@ from mlakit.kernels.launch import launch, target
 def sparse_mla(
     kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor
 ) -> None:
-    """Launch m128_bf16 or n64_bf16."""
+    """Launch m128_bf16, n64_bf16 or n64_fp8_kv."""
     tokens, heads, _ = a.q.shape
     if tokens == 0 or heads == 0:
         return
@@ -63,8 +64,7 @@ def sparse_mla(
         (head_tiles * split.num_splits,),
         q=q_tiles,
         q_rope=rope_tiles,
-        kv=_gathered_rows(a.layer),
-        extra_kv=None if a.extra is None else _gathered_rows(a.extra),
+        **(_gathered_rows(a) if tiles.is_gathered else {}),
         tokens=tokens,
         heads=heads,
         num_splits=split.num_splits,
@@ -88,6 +88,7 @@ class _Tiles(NamedTuple):
     ctas: int  # of a work tile
     keys: int  # of a list at a time
     q_columns: int  # of a TMA tile of queries
+    is_gathered: bool  # TMA gathers rows
     options: dict[str, Any]  # constants and registers
 
 
@@ -99,14 +100,22 @@ def _tiles(kernel: str, heads: int, has_rope: bool) -> _Tiles:
             CTAS_PER_TILE,
             BLOCK,
             HALF,
+            True,
             {"maxnreg": MAX_REGISTERS},
         )
-    config = keys_as_m_config(heads, has_rope)
+    is_gathered = kernel == "n64_bf16"
+    config = keys_as_m_config(heads, has_rope=has_rope, is_dequantised=not is_gathered)
     options = {"CONFIG": config, "maxnreg": config.MAX_REGISTERS}
-    return _Tiles(sparse_mla_n64_bf16_kernel, config.ROWS, 1, KEYS, PART, options)
+    function = sparse_mla_n64_bf16_kernel if is_gathered else sparse_mla_n64_fp8_kv_kernel
+    return _Tiles(function, config.ROWS, 1, KEYS, PART, is_gathered, options)
 
 
-def _gathered_rows(layer: CacheLayer) -> TensorDescriptor:
+def _gathered_rows(a: SparseArguments) -> dict[str, TensorDescriptor | None]:
+    extra = None if a.extra is None else _row_tiles(a.extra)
+    return {"kv": _row_tiles(a.layer), "extra_kv": extra}
+
+
+def _row_tiles(layer: CacheLayer) -> TensorDescriptor:
     """TMA tiles of a row and a swizzle atom, of all rows from the first page to the last."""
     rows, _ = pool_rows(layer.payload)
     count, columns = rows.shape
