@@ -9,6 +9,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from mlakit.integrations.transformers import continuous
+
+NEEDS_GENERATE_BATCH = pytest.mark.skipif(
+    not transformers.__version__.startswith(continuous.RELEASE),
+    reason=f"generate_batch needs transformers {continuous.RELEASE}x",
+)
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import cache as paged_cache
 
 from mlakit import UnsupportedError
 from mlakit.integrations.transformers import continuous, patch, unpatch
-from tests.integrations.models import build, prompts
+from tests.integrations.models import NEEDS_GENERATE_BATCH, build, prompts
 
 LENGTHS = (5, 37, 9, 70, 3)
 NAMES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu", "AXK1", "Mistral4")
@@ -46,10 +45,7 @@ def generate_batch(model: Any, **changes: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not transformers.__version__.startswith(continuous.RELEASE),
-    reason=f"generate_batch needs transformers {continuous.RELEASE}x",
-)
+@NEEDS_GENERATE_BATCH
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,7 +15,7 @@ from mlakit.integrations.transformers import checks, patch, register, unregister
 from mlakit.integrations.transformers.cache_layers import known_pools
 from mlakit.integrations.transformers.generation import cache_bytes
 from mlakit.integrations.transformers.static_cache import StaticLatentCache
-from tests.integrations.models import build, left_padding, prompts
+from tests.integrations.models import NEEDS_GENERATE_BATCH, build, left_padding, prompts
 from tests.integrations.test_generate import TOLERANCE, generate, latent_layers
 from tests.integrations.test_layer_classes import rebuilt
 
@@ -138,6 +138,13 @@ def test_caches_in_one_piece_need_one_device():
     patch(model)
     with pytest.raises(UnsupportedError, match=r"StaticLatentCache: .* one device, got cpu:0, cp"):
         StaticLatentCache(model, batch_size=1, max_length=8)
+
+
+@NEEDS_GENERATE_BATCH
+@pytest.mark.usefixtures("_two_devices")
+def test_generate_batch_needs_one_device():
+    model = build("DeepseekV3")
+    patch(model)
     with pytest.raises(UnsupportedError, match="generate_batch needs all layers on one device"):
         model.generate_batch([[1, 2]])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mlakit import UnsupportedError
 from mlakit.integrations.transformers import patch, unpatch
 from mlakit.integrations.transformers.static_cache import StaticLatentCache
-from tests.integrations.models import build, left_padding, prompts
+from tests.integrations.models import NEEDS_GENERATE_BATCH, build, left_padding, prompts
 from tests.integrations.test_generate import TOLERANCE, generate, in_steps, latent_layers
 
 POOLS = {
@@ -78,11 +78,17 @@ def test_an_unpatched_model_is_as_before():
     assert torch.equal(generate(model, ids, mask), expected)
 
 
-def test_what_it_refuses():
+@NEEDS_GENERATE_BATCH
+def test_generate_batch_is_refused():
     model = build("Glm5Next")
     patch(model)
     with pytest.raises(UnsupportedError, match="indexers pool keys"):
         model.generate_batch([[1, 2, 3]])
+
+
+def test_what_it_refuses():
+    model = build("Glm5Next")
+    patch(model)
     with pytest.raises(UnsupportedError, match="has layers without MLA"):
         StaticLatentCache(model, batch_size=1, max_length=64)
     layers = ["deepseek_sparse_attention"] * 3
