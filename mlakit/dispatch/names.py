@@ -17,6 +17,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # one kernel of a backend, where `mla_decode` has several there
 DecodeKernel = Literal[
     "blackwell:n64_bf16",
+    "blackwell:n64_fp8_kv",
     "hopper:m64_bf16",
     "hopper:m64_fp8_qk",
     "hopper:m64_fp8_kv",

@@ -227,6 +227,7 @@ def test_every_kernel_of_blackwell_needs_a_proof():
     problem = replace(PROBLEM, arch=100)
     assert [proofs.configuration(spec, problem) for spec in specs] == [
         "mla_decode n64_bf16: bf16 576/512",
+        "mla_decode n64_fp8_kv: bf16 576/512",
         "sparse_mla m128_bf16: bf16 576/512",
         "sparse_mla n64_bf16: bf16 576/512",
         "sparse_mla n64_fp8_kv: bf16 576/512",

@@ -18,6 +18,7 @@ from mlakit.kernels.hopper.sparse.configs import D_V, ROWS
 ARCHS = (100, 103)
 OLDEST_TRITON = (3, 9)
 FORMATS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+SPLIT_FORMATS = {f"{format}_split": dtype for format, dtype in FORMATS.items()}
 FP8_FORMATS = {"fp8_block128": "torch.bfloat16"}  # rotated columns are bfloat16, too
 FEW_HEADS = 64
 
@@ -107,34 +108,41 @@ def _sparse_spec(
     )
 
 
-def _why_not_decode(problem: Problem) -> str | None:
-    refusal = _why_not_device(problem)
-    if refusal is not None:
-        return refusal
-    stored = problem.format.removesuffix("_split")
-    if stored not in FORMATS:
-        return f"needs rows of {one_of(list(FORMATS))}, got {problem.format}"
-    needed = FORMATS[stored]
-    if problem.dtype != needed:
-        return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
-    row = problem.row
-    if row is None or (row.kv_lora_rank, row.qk_rope_head_dim, row.v_width) != (D_C, D_R, D_C):
-        got = "none" if row is None else f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
-        return f"needs rows of {D_C} + {D_R} columns, got {got}"
-    return problem.uses[0].refusal if problem.uses else None
+def _decode_takes(formats: Mapping[str, str]) -> Callable[[Problem], str | None]:
+    def why_not(problem: Problem) -> str | None:
+        refusal = _why_not_device(problem)
+        if refusal is not None:
+            return refusal
+        if problem.format not in formats:
+            return f"needs rows of {one_of(list(formats))}, got {problem.format}"
+        needed = formats[problem.format]
+        if problem.dtype != needed:
+            return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
+        row = problem.row
+        if row is None or (row.kv_lora_rank, row.qk_rope_head_dim, row.v_width) != (D_C, D_R, D_C):
+            got = "none" if row is None else f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
+            return f"needs rows of {D_C} + {D_R} columns, got {got}"
+        return problem.uses[0].refusal if problem.uses else None
+
+    return why_not
 
 
-SPECS = (
-    KernelSpec(
+def _decode_spec(kernel: str, formats: Mapping[str, str]) -> KernelSpec:
+    return KernelSpec(
         "blackwell",
         "mla_decode",
         f"{__package__}.decode.launch:mla_decode",
-        _why_not_decode,
+        _decode_takes(formats),
         planner=f"{__package__}.decode.launch:plan_mla_decode",
-        kernel="n64_bf16",
+        kernel=kernel,
         mask_traits=("IS_CAUSAL",),
         variant=_variant,
-    ),
+    )
+
+
+SPECS = (
+    _decode_spec("n64_bf16", FORMATS | SPLIT_FORMATS),
+    _decode_spec("n64_fp8_kv", FP8_FORMATS),
     _sparse_spec("m128_bf16", _why_not_sparse, _why_slower_m128),
     _sparse_spec("n64_bf16", _why_not_sparse, _why_slower_n64),
     _sparse_spec("n64_fp8_kv", _why_not_sparse_fp8),

@@ -434,6 +434,10 @@ BLACKWELL: dict[str, Case] = {
     "blackwell-decode-h128-ragged": _decode(
         "bf16", 128, q_lens=(3, 2), kv_lens=(300, 65), sink="mixed", sharpness=-2.0
     ),
+    "blackwell-decode-h64-fp8_block128": _decode("fp8_block128", 64),
+    "blackwell-decode-h16-fp8_block128-page1": _decode(
+        "fp8_block128", 9, page_size=1, q_lens=(2, 1), sink="finite"
+    ),
     "blackwell-decode-external-plan": _decode("bf16", 32, **EXTERNAL_PLAN),
     "blackwell-decode-h16-bf16_split-page24": _decode("bf16_split", 16, page_size=24),
     "blackwell-sparse-h16-512": _sparse("bf16", 16, **V4_ROW, sharpness=-2.0),

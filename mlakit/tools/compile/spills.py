@@ -55,6 +55,7 @@ SPILL_BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
         "*-external-plan": (2, 22),
         "*": (39, 102),
     },
+    "mla_decode_n64_fp8_kv_kernel": {"*-h16-*": (2, 18), "*": (22, 67)},
     # likewise, but for one such load
     "sparse_mla_n64_bf16_kernel": {"*-h16-*": NO_SPILLS, "*": (7, 13)},
     # likewise, but for two loads in the loop of the dequant warpgroup

@@ -184,6 +184,15 @@ SUBJECTS: dict[str, Subject] = {
         ),
         backend="blackwell",
     ),
+    "blackwell-decode-n64_fp8_kv": Subject(
+        "mla_decode_n64_fp8_kv_kernel",
+        # with 16 heads there is one stage more
+        (
+            *_cases("blackwell-decode-h64-fp8_block128", *_DECODE_BLACKWELL),
+            *_cases("blackwell-decode-h16-fp8_block128-page1", _DECODE_BLACKWELL[0]),
+        ),
+        backend="blackwell",
+    ),
     "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),
     "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", *_PREFILL)),
     # several tiles for each CTA, and every stage again; swapped, a tile whose second half of K has

@@ -66,7 +66,7 @@ class Losses:
     """The precision that the selected kernel gives up; its naive run gives up the same."""
 
     is_fp8_qk: bool  # see `DecodeCase.uses_fp8_qk`
-    rounds_rows: list[bool]  # per rank, see `DecodeCase.rounds_rows`
+    row_bits: list[int]  # per rank, see `DecodeCase.row_bits`
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -112,16 +112,17 @@ class DecodeCase(AbsorbedCase):
             device, backend, format=self.format, q_dtype=self.dtype, heads=self.heads
         )
 
-    def rounds_rows(self, pool: Pool, page_table: PageTable, backend: str) -> bool:
-        """Whether this call may use an m64 kernel, with rows that it rounds.
+    def row_bits(self, pool: Pool, page_table: PageTable, backend: str) -> int:
+        """The bits that this call may round products of values and scales to; else 0.
 
         With little work another kernel is chosen, which does not, unless its choice must not depend
         on the batch.
         """
-        if not fp16_rows.rounds_rows(
+        bits = fp16_rows.row_bits(
             pool.layer.payload.device, backend, format=self.format, heads=self.heads
-        ):
-            return False
+        )
+        if bits != fp16_rows.BITS:
+            return bits
         problem = decode_problem(
             DecodePlanArguments(
                 layer=pool.layer,
@@ -136,7 +137,8 @@ class DecodeCase(AbsorbedCase):
             ),
             is_batch_invariant=self.is_batch_invariant,
         )
-        return selection.select(self.op, problem, backend).name in fp16_rows.KERNELS
+        selected = selection.select(self.op, problem, backend).name
+        return bits if selected in fp16_rows.KERNELS else 0
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -272,7 +274,7 @@ class DecodeCase(AbsorbedCase):
     def _losses(self, ranks: Sequence[Rank], device: torch.device, backend: str) -> Losses:
         return Losses(
             self.uses_fp8_qk(device, backend),
-            [self.rounds_rows(rank.pool, rank.page_table, backend) for rank in ranks],
+            [self.row_bits(rank.pool, rank.page_table, backend) for rank in ranks],
         )
 
     def _check(
@@ -294,7 +296,7 @@ class DecodeCase(AbsorbedCase):
                 rank,
                 pair,
                 is_fp8_qk=losses.is_fp8_qk,
-                rounds=losses.rounds_rows[index],
+                row_bits=losses.row_bits[index],
             )
             for index, (rank, pair) in enumerate(zip(ranks, pairs, strict=False))
         ]
@@ -309,7 +311,7 @@ class DecodeCase(AbsorbedCase):
         results: tuple[Tensor, Tensor],
         *,
         is_fp8_qk: bool,
-        rounds: bool,
+        row_bits: int,
     ) -> tuple[Tensor, Tensor]:
         """Check the results of a rank; returns its exact results."""
         sink = query.sink if self.world == 1 else None
@@ -317,10 +319,10 @@ class DecodeCase(AbsorbedCase):
         products = self._fp8_products(query, rank) if is_fp8_qk else None
         weights = weights_dtype(results[0], torch.float32)
         rows = rank.rows
-        if rounds:
+        if row_bits:
             parts = 1 if is_fp8_qk else 2
             rows = [
-                fp16_rows.rounded_rows(each, scales, parts)
+                fp16_rows.rounded_rows(each, scales, parts, row_bits)
                 for each, scales in zip(rows, rank.row_scales, strict=True)
             ]
         naive = self._oracle(query, rows, rank.positions, sink, torch.float32, products, weights)

@@ -39,8 +39,8 @@ def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) 
     return is_chosen or backend in KERNELS
 
 
-def sparse_row_bits(device: torch.device, backend: str, *, format: str, heads: int) -> int:
-    """The bits that a call of `sparse_mla` may round products of values and scales to; else 0."""
+def row_bits(device: torch.device, backend: str, *, format: str, heads: int) -> int:
+    """The bits that such a call may round products of values and scales to; 0 if it does not."""
     if rounds_rows(device, backend, format=format, heads=heads):
         return BITS
     kind, arch = device_facts(device)

@@ -21,7 +21,7 @@ from mlakit.tools.workloads.case import (
     assert_logits_match,
     weights_dtype,
 )
-from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, sparse_row_bits
+from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, row_bits
 from mlakit.tools.workloads.inputs import Inputs
 from mlakit.tools.workloads.paged import Pool
 
@@ -82,7 +82,7 @@ class SparseCase(AbsorbedCase):
         sink = inputs.sink(self.sink, self.heads)
         given = self.results(inputs, self.num_tokens, *NAMES[1:])
 
-        row_bits: list[int] = []  # the last is that of the results to check
+        bits: list[int] = []  # the last is that of the results to check
 
         def call(backend: Backend) -> Results:
             second = None
@@ -103,14 +103,14 @@ class SparseCase(AbsorbedCase):
                 **given,
             )
             format, heads = self.format, self.heads
-            row_bits.append(sparse_row_bits(inputs.device, backend, format=format, heads=heads))
+            bits.append(row_bits(inputs.device, backend, format=format, heads=heads))
             return results
 
         def check(results: Results) -> None:
             for name, result in zip(NAMES, results, strict=True):
                 assert_given(name, result, given.get(name))
             own = None if sink is None else sink.to(inputs.drawn_on)
-            self._check(query.exact, main, extra, own, results, row_bits=row_bits[-1])
+            self._check(query.exact, main, extra, own, results, bits=bits[-1])
 
         return Trial(inputs, call, check, self.calls, NAMES)
 
@@ -153,14 +153,14 @@ class SparseCase(AbsorbedCase):
         sink: Tensor | None,
         results: Results,
         *,
-        row_bits: int,
+        bits: int,
     ) -> None:
-        """row_bits  `fp16_rows.sparse_row_bits`"""
+        """bits  `fp16_rows.row_bits`"""
 
         def oracle(dtype: torch.dtype) -> Results:
             lists = [main] if extra is None else [main, extra]
-            if row_bits and dtype != torch.float64:
-                lists = [each.rounded(row_bits) for each in lists]
+            if bits and dtype != torch.float64:
+                lists = [each.rounded(bits) for each in lists]
             pool, rows, lens = lists[0].of_oracle
             computed: Results = self.reference.sparse_mla(
                 q,

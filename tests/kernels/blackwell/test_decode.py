@@ -1,4 +1,4 @@
-"""Blackwell's decode kernel on a GPU, compared with the oracle on poisoned caches: run on a B200.
+"""Blackwell's decode kernels on a GPU, compared with the oracle on poisoned caches: run on a B200.
 
 No GPU of this kind has run it yet; `mlakit check --backend blackwell` runs its configurations.
 """
@@ -20,13 +20,14 @@ pytestmark = [
 
 def run(**fields: object) -> None:
     given = {**ROW, "page_size": 64, "heads": 128, **fields}
-    DecodeCase(**given).run("cuda", "blackwell:n64_bf16")
+    DecodeCase(**given).run("cuda", "blackwell")
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
-def test_lengths(kv_lens, q_lens, heads):
-    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads)
+def test_lengths(kv_lens, q_lens, heads, format):
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format)
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 33, 64, 65, 128, 200])
@@ -34,9 +35,10 @@ def test_heads(heads):
     run(kv_lens=(300, 64, 1), q_lens=(2, 1, 1), heads=heads, sink="finite")
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 64, 96, 1024])
-def test_pages(page_size):
-    run(**around_pages(page_size))
+def test_pages(page_size, format):
+    run(**around_pages(page_size), format=format)
 
 
 @pytest.mark.parametrize("format", ["fp16", "bf16_split"])

@@ -1,4 +1,4 @@
-"""Which decode problems Blackwell's kernel takes, and how it is launched: host logic, no GPU."""
+"""Which decode problems Blackwell's kernels take, and how they are launched: host logic, no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNEL = "blackwell:n64_bf16"
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch):
-    """A Triton that can compile the kernel, whichever is installed."""
+    """A Triton that can compile the kernels, whichever is installed."""
     monkeypatch.setattr(support, "version", lambda package: "3.9.0")
 
 
@@ -39,7 +39,10 @@ def test_16_bit_rows_are_taken(format, page_size):
     ("fields", "reason"),
     [
         ({"arch": 90}, "needs sm_100 or sm_103, got sm_90"),
-        ({"format": "fp8_token"}, "needs rows of bf16 or fp16, got fp8_token"),
+        (
+            {"format": "fp8_token"},
+            "needs rows of bf16, fp16, bf16_split or fp16_split, got fp8_token",
+        ),
         (
             {"dtype": "torch.float16"},
             "needs queries of torch.bfloat16 with rows of bf16, got torch.float16",
@@ -55,6 +58,29 @@ def test_16_bit_rows_are_taken(format, page_size):
 def test_reasons(fields, reason):
     (spec,) = (spec for spec in selection.specs("mla_decode") if spec.name == KERNEL)
     assert spec.why_not(problem(**fields)).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"page_size": 1, "heads": 3}, None),
+        ({"format": "bf16"}, "needs rows of fp8_block128, got bf16"),
+        (
+            {"dtype": "torch.float16"},
+            "needs queries of torch.bfloat16 with rows of fp8_block128, got torch.float16",
+        ),
+        ({"row": RowShape(512, 0)}, "needs rows of 512 + 64 columns, got 512 + 0"),
+        ({"uses": (Use.UNALIGNED_CACHE,)}, Use.UNALIGNED_CACHE.refusal),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_fp8_rows(fields, reason):
+    (spec,) = (s for s in selection.specs("mla_decode") if s.name == "blackwell:n64_fp8_kv")
+    given = problem(**{"format": "fp8_block128", **fields})
+    assert spec.why_not(given) == reason
+    if reason is None:
+        assert selection.select("mla_decode", given, "blackwell") is spec
 
 
 def test_it_needs_a_proof():
@@ -95,6 +121,18 @@ def test_a_launch(launched, heads, rows, head_tiles):
     for rows_of_cache in (arguments["kv"], arguments["kv_rope"]):
         assert list(rows_of_cache.block_shape) == [1, 64]
         assert list(rows_of_cache.shape) == [3 * 24, 576]
+
+
+def test_fp8_rows_are_read_as_words(launched):
+    cache = PagedLatentCache.allocate(ROW, "fp8_block128", num_pages=3, page_size=24)
+    q = torch.zeros(2, 100, 576, dtype=torch.bfloat16)
+    table, lens = torch.zeros(2, 3).int(), torch.full((2,), 64).int()
+    mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="blackwell")
+    (arguments,) = (each for kernel, _, each in launched if kernel.arg_names[0] == "q")
+    gather = arguments["gather"]
+    assert (gather.words.dtype, tuple(gather.words.shape)) == (torch.int32, (3 * 24, 164))
+    assert gather.row_chunks == 41
+    assert arguments["CONFIG"].PRODUCER_REGISTERS == 176
 
 
 def test_without_queries_no_kernel_is_started(launched):

@@ -102,6 +102,7 @@ def test_the_work_up_to_which_small_m_is_chosen():
     assert selection.explain_kernels("mla_decode", little) == {
         "cpu": "needs CPU tensors, got cuda",
         "blackwell:n64_bf16": "needs sm_100 or sm_103, got sm_90",
+        "blackwell:n64_fp8_kv": "needs sm_100 or sm_103, got sm_90",
         "hopper:m64_bf16": slower,
         "hopper:m64_fp8_qk": "needs rows of fp8 or fp8_token or fp8_block128, got bf16",
         "hopper:m64_fp8_kv": "needs rows of fp8 or fp8_token or fp8_block128, got bf16",

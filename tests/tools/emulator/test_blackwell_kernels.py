@@ -16,6 +16,7 @@ SAMPLE = (
     "blackwell-sparse-h64-bf16",
     "blackwell-sparse-h64-fp8_block128",
     "blackwell-decode-h64-bf16",
+    "blackwell-decode-h64-fp8_block128",
 )  # one of each kernel
 SEEDS = range(5)
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -77,6 +78,7 @@ LENGTHS: tuple[dict[str, Any], ...] = (
         "implicit_starts": True,
     },
     {"kv_lens": (300, 128), "q_lens": (1, 1), "page_size": 128, "mask": "null"},
+    {"kv_lens": (0, 300, 1, 129), "q_lens": (1, 3, 1, 0), "format": "fp8_block128"},
     # one CTA has all work tiles
     {"kv_lens": (1, 0, 129, 128, 3), "q_lens": (1,) * 5, "num_ctas": 1, "tile": 64},
 )

@@ -15,17 +15,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.blackwell import mbarrier
 
-from mlakit.kernels.blackwell.device.gathers import GATHERED
-from mlakit.kernels.blackwell.device.keys_as_m import (
-    D_R,
-    KEYS,
-    PARTS,
-    alloc,
-    stage_of,
-    wait_for_values,
-)
+from mlakit.kernels.blackwell.device.dequant import Half, dequant_block
+from mlakit.kernels.blackwell.device.keys_as_m import alloc
 from mlakit.kernels.blackwell.sparse.n64 import (
     alloc_entries,
     issue,
@@ -33,81 +26,16 @@ from mlakit.kernels.blackwell.sparse.n64 import (
     start_tile,
     store_validity,
 )
-from mlakit.kernels.hopper.device.compat import record, reinterpret
-from mlakit.kernels.hopper.device.fp8_convert import to_fp16
 from mlakit.kernels.hopper.device.fp8_rows import KEYS as ROW_KEYS
-from mlakit.kernels.hopper.device.fp8_rows import WORDS, load_words
-from mlakit.kernels.hopper.device.primitives import smem_layout
 from mlakit.kernels.hopper.sparse.arguments import VARYING
 from mlakit.kernels.hopper.sparse.epilogue import Outputs
 from mlakit.kernels.hopper.sparse.lists import load_ids, make_work, row_pointers, valid_slots
 from mlakit.kernels.hopper.sparse.seesaw import Scale
 
 
-@record
-class Half:
-    """Where the rows of 64 list entries are."""
-
-    start: object  # pointers to words
-    slot: object  # −1 where an entry is invalid
-
-
 @gluon.jit
-def _half(work, blocks, block, ids):
-    slot = valid_slots(work, blocks, block, ids)
-    return Half(row_pointers(work, blocks, block, slot, 4), slot)
-
-
-@gluon.jit
-def _load_part(half, part, FORMAT: gl.constexpr):
-    """Start to load 128 columns of 64 rows and their scales; zeros for invalid entries."""
-    is_valid = half.slot >= 0
-    words = load_words(half.start, is_valid, part * 32, WORDS)
-    scale = gl.load(half.start + (FORMAT.SCALES_AT // 4 + part), mask=is_valid, other=0)
-    return words, scale
-
-
-@gluon.jit
-def _store_part(part, tile, HALF: gl.constexpr):
-    """Store 128 columns of 64 rows, multiplied by their scales, in the rows of a tile."""
-    words, scale = part
-    values = to_fp16(words).to(gl.float32)
-    scale = scale.to(gl.float32, bitcast=True)
-    scale = gl.convert_layout(scale, gl.SliceLayout(1, values.type.layout), assert_trivial=True)
-    values = (values * gl.expand_dims(scale, 1)).to(tile.dtype)
-    tile.slice(HALF * GATHERED, GATHERED, 0).store(values)
-
-
-@gluon.jit
-def _store_block(low, high, pending, block, FORMAT: gl.constexpr, smem, barriers):
-    """Store a block whose first two parts are `pending`, and load the others meanwhile."""
-    for part in gl.static_range(PARTS):
-        loaded = pending[part]
-        if part + 2 < PARTS:
-            ahead = (_load_part(low, part + 2, FORMAT), _load_part(high, part + 2, FORMAT))
-            pending += (ahead,)
-        stage, phase = stage_of(smem, block, part)
-        mbarrier.wait(barriers.latent_empty.index(stage), phase ^ 1)
-        _store_part(loaded[0], smem.latent.index(stage), 0)
-        _store_part(loaded[1], smem.latent.index(stage), 1)
-        fence_async_shared()
-        mbarrier.arrive(barriers.latent_full.index(stage), count=1)
-
-
-@gluon.jit
-def _load_rope(low, high, FORMAT: gl.constexpr):
-    WORD: gl.constexpr = FORMAT.ROPE_AT // 4
-    first = load_words(low.start, low.slot >= 0, WORD, WORDS)
-    return first, load_words(high.start, high.slot >= 0, WORD, WORDS)
-
-
-@gluon.jit
-def _store_rope(words, smem, barriers):
-    tile = reinterpret(smem.rope, gl.int32, [1, KEYS, D_R // 2], smem_layout(32, 32)).index(0)
-    tile.slice(0, GATHERED, 0).store(words[0])
-    tile.slice(GATHERED, GATHERED, 0).store(words[1])
-    fence_async_shared()
-    mbarrier.arrive(barriers.rope_full, count=1)
+def _half(work, blocks, block, slot):
+    return Half(row_pointers(work, blocks, block, slot, 4), slot >= 0)
 
 
 @gluon.jit
@@ -118,21 +46,16 @@ def dequant_producer(q, q_rope, work, tile, FORMAT: gl.constexpr, smem, barriers
     second_ids = load_ids(work, blocks, blocks.first + 1, ROW_KEYS)
     for index in range(num_blocks):
         block = blocks.first + 2 * index
-        low = _half(work, blocks, block, first_ids)
-        high = _half(work, blocks, block + 1, second_ids)
-        first = (_load_part(low, 0, FORMAT), _load_part(high, 0, FORMAT))
-        second = (_load_part(low, 1, FORMAT), _load_part(high, 1, FORMAT))
+        first_slot = valid_slots(work, blocks, block, first_ids)
+        second_slot = valid_slots(work, blocks, block + 1, second_ids)
+        low = _half(work, blocks, block, first_slot)
+        high = _half(work, blocks, block + 1, second_slot)
         first_ids = load_ids(work, blocks, block + 2, ROW_KEYS)
         second_ids = load_ids(work, blocks, block + 3, ROW_KEYS)
-        _store_block(low, high, (first, second), index, FORMAT, smem, barriers)
-        if smem.q_rope is not None:
-            rope = _load_rope(low, high, FORMAT)
-        # the softmax warps are done with the block before: a commit says nothing of what they did
+        dequant_block(low, high, index, FORMAT, smem, barriers)
+        # the softmax warps have read the validity of the block before
         mbarrier.wait(barriers.probs_full, (index & 1) ^ 1)
-        if smem.q_rope is not None:
-            wait_for_values(index - 1, barriers)
-            _store_rope(rope, smem, barriers)
-        store_validity(entries, low.slot, high.slot)
+        store_validity(entries, first_slot, second_slot)
 
 
 @gluon.jit(do_not_specialize=VARYING)
