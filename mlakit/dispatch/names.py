@@ -23,6 +23,7 @@ DecodeKernel = Literal[
     "hopper:m64_fp8_kv",
     "hopper:small_m_bf16",
     "hopper:small_m_fp8_kv",
+    "hopper:small_m_fp4_kv",
 ]
 
 # in the order of `dispatch.OPS`, which a test holds them to

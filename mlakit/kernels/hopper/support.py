@@ -1,13 +1,13 @@
 """Support of the Gluon kernels; the portable kernels take everything else.
 
-`mla_decode` has five kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
-when a small_m kernel is faster (`why_slower`). `mla_prefill` and `indexer_logits` have one.
-`sparse_mla` has one kernel per kind of cache row, and another for few heads over FP8 rows.
+`mla_decode` has six kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
+when a small_m kernel is faster (`why_slower`). `mla_prefill`, `indexer_logits` and `scaled_mm_fp8`
+have one. `sparse_mla` has one per kind of cache row, and another for few heads over FP8 rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mlakit.dispatch.architectures import arch_name
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
@@ -20,6 +20,7 @@ from mlakit.kernels.hopper.decode.configs import (
     PAGES,
     SMALL_M_HEADS,
     SMALL_WORK_BLOCKS,
+    small_m_tiles,
 )
 from mlakit.kernels.hopper.fp8.configs import STEP as PRODUCT_STEP
 from mlakit.kernels.hopper.fp8.configs import pick_config as pick_product_config
@@ -43,6 +44,7 @@ FORMATS = {
     "fp8_token": ("torch.bfloat16", E4M3),  # bf16 as its rotated columns
     "fp8_block128": ("torch.bfloat16", E4M3),
 }
+FP4_FORMATS = {"mxfp4_block32": ("torch.bfloat16",)}
 DECODE_MASK_TRAITS = INDEXER_MASK_TRAITS = ("IS_CAUSAL",)
 # its blocks are counted down from the last key, and masked at both ends
 PREFILL_MASK_TRAITS = ("IS_CAUSAL", "IS_SLIDING", "IS_CHUNKED")
@@ -61,16 +63,18 @@ def _why_not_device(problem: Problem) -> str | None:
     return f"needs sm_{ARCH}, got {where}"
 
 
-def _why_not_decode(problem: Problem) -> str | None:
-    """Return why no decode kernel takes a problem; None if some may."""
+def _why_not_decode(
+    problem: Problem, formats: Mapping[str, tuple[str, ...]] = FORMATS
+) -> str | None:
+    """Return why no decode kernel for rows of `formats` takes a problem; None if some may."""
     refusal = _why_not_device(problem)
     if refusal is not None:
         return refusal
     stored = _stored(problem)
-    if stored not in FORMATS:
-        return f"needs rows of {' or '.join(FORMATS)}, got {problem.format}"
-    if problem.dtype not in FORMATS[stored]:
-        needed = " or ".join(FORMATS[stored])
+    if stored not in formats:
+        return f"needs rows of {' or '.join(formats)}, got {problem.format}"
+    if problem.dtype not in formats[stored]:
+        needed = " or ".join(formats[stored])
         return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
     row = problem.row
     if row is None or (row.width, row.v_width) != ROW:
@@ -121,6 +125,27 @@ def _why_not_m64_fp8_kv(problem: Problem) -> str | None:
     if refusal is None and problem.dtype == E4M3 and _traits(problem).SCALED_BY != "group":
         refusal = f"needs 16-bit queries with rows of {problem.format}, got {problem.dtype}"
     return refusal
+
+
+def _why_not_small_m_fp4_kv(problem: Problem) -> str | None:
+    refusal = _why_not_decode(problem, FP4_FORMATS)
+    is_tma_page = problem.page_size in PAGES or problem.page_size % BLOCK == 0
+    if refusal is None and not is_tma_page:
+        sizes = f"{', '.join(map(str, PAGES))} or a multiple of {BLOCK}"
+        refusal = f"needs pages of {sizes} rows with {problem.format}, got {problem.page_size}"
+    return refusal
+
+
+def _why_slower_small_m_fp4_kv(problem: Problem) -> str | None:
+    """Every tile of heads reads and converts all rows again."""
+    if problem.heads > SMALL_M_HEADS:
+        return f"is for up to {SMALL_M_HEADS} heads, got {problem.heads}"
+    return None
+
+
+def _fp4_variant(problem: Problem) -> str:
+    """Return the tile of heads that a call is computed with."""
+    return f"{problem.format}, {small_m_tiles(problem.heads, problem.page_size).rows} heads"
 
 
 def _why_slower_m64(problem: Problem) -> str | None:
@@ -278,6 +303,7 @@ def _decode(
     kernel: str,
     why_not: Callable[[Problem], str | None],
     why_slower: Callable[[Problem], str | None] | None = None,
+    variant: Callable[[Problem], str] | None = None,
 ) -> KernelSpec:
     return KernelSpec(
         "hopper",
@@ -288,6 +314,7 @@ def _decode(
         kernel=kernel,
         why_slower=why_slower,
         mask_traits=DECODE_MASK_TRAITS,
+        variant=variant,
     )
 
 
@@ -330,6 +357,13 @@ SPECS = (
     _decode("m64_fp8_kv", _why_not_m64_fp8_kv, _why_slower_m64),
     _decode("small_m_bf16", _needs_format("bf16", "fp16")),
     _decode("small_m_fp8_kv", _needs_format(*_FP8_FORMATS)),
+    # no GPU has run it yet: `auto` takes it where a check on that machine has passed
+    _decode(
+        "small_m_fp4_kv",
+        _why_not_small_m_fp4_kv,
+        _why_slower_small_m_fp4_kv,
+        _fp4_variant,
+    ),
     KernelSpec(
         "hopper",
         "indexer_logits",

@@ -209,6 +209,7 @@ WORKLOADS: tuple[Workload, ...] = (
         for heads, tokens, target in ((128, 4096, 0.75), (16, 8192, 1.6))
         for format in ("fp8", "fp8_token", "fp8_block128")
     ),
+    Fp8Decode(Batch.of(128, 1, 8192), 16, "mxfp4_block32"),
     # e4m3 queries multiply in FP8
     Fp8Decode(Batch.of(128, 1, 4096), 128, "fp8", dtype=E4M3, min_speedup=1.0),
     Fp8Decode(Batch.of(128, 1, 4096), 128, "fp8_token", dtype=E4M3, min_speedup=1.0),

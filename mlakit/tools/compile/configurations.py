@@ -302,6 +302,15 @@ HOPPER_DECODES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         )
         for page_size in page_sizes
     ),
+    *(
+        (f"h{heads}-mxfp4_block32{name}", "mxfp4_block32", heads, more)
+        for heads, name, more in (
+            (16, "", {}),
+            (8, "-sink", {"sink": "finite"}),
+            (32, "-page8", {"page_size": 8}),
+            (16, "-external-plan", EXTERNAL_PLAN),
+        )
+    ),
     ("h128-bf16_split", "bf16_split", 128, MUCH_WORK),
     ("h16-bf16_split-page32", "bf16_split", 16, {"page_size": 32}),
     ("h128-fp8_split-e4m3-q", "fp8_split", 128, {**E4M3_QUERY, **MUCH_WORK}),

@@ -27,6 +27,7 @@ OF_HOPPER = (
     "hopper-decode-h16-bf16",
     "hopper-decode-h32-fp8_block128",
     "hopper-decode-h16-fp8_token-page1",
+    "hopper-decode-h16-mxfp4_block32",
     "hopper-decode-m64-fp8_block128",
     "hopper-decode-m64-fp8_token-e4m3-q",
     "hopper-indexer-h64-q1",

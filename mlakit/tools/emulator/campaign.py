@@ -141,6 +141,9 @@ SUBJECTS: dict[str, Subject] = {
             *_cases("hopper-decode-h8-fp8_block128", _SMALL_M[0]),
         ),
     ),
+    "decode-small_m_fp4_kv": Subject(
+        "mla_decode_small_m_fp4_kv_kernel", _cases("hopper-decode-h16-mxfp4_block32", *_SMALL_M)
+    ),
     "sparse-m64_bf16": Subject(
         "sparse_mla_m64_bf16_kernel", _cases("hopper-sparse-h128-bf16", *_SPARSE)
     ),

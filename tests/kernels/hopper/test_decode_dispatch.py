@@ -108,6 +108,7 @@ def test_the_work_up_to_which_small_m_is_chosen():
         "hopper:m64_fp8_kv": "needs rows of fp8 or fp8_token or fp8_block128, got bf16",
         "hopper:small_m_bf16": None,
         "hopper:small_m_fp8_kv": "needs rows of fp8 or fp8_token or fp8_block128, got bf16",
+        "hopper:small_m_fp4_kv": "needs rows of mxfp4_block32, got bf16",
         "triton": None,
     }
 

@@ -77,6 +77,20 @@ def small_m_bf16_config(rows: int) -> SmallMBf16Config:
     return SmallMBf16Config({8: 12, 16: 11, 32: 10}[rows], ROPE_STAGES=3, PRODUCER_REGISTERS=96)
 
 
+class SmallMFp4KvConfig(NamedTuple):
+    STAGES: int  # of bf16, 64 keys x 256 columns each
+    RAW_STAGES: int  # of blocks as the cache has them, and of rotated columns
+    DEQUANT_REGISTERS: int = 112  # of each dequantising warpgroup; the consumer has the rest
+    PRODUCER_REGISTERS: int = 40
+    MAX_REGISTERS: int = 128
+
+
+def small_m_fp4_kv_config(rows: int) -> SmallMFp4KvConfig:
+    """Return the config with the most raw stages that fit beside the queries and bf16 stages."""
+    stages, raw = {8: (4, 3), 16: (4, 3), 32: (3, 3)}[rows]
+    return SmallMFp4KvConfig(stages, raw)
+
+
 class SmallMFp8KvConfig(NamedTuple):
     TILES_PER_STAGE: int  # 64 keys x 128 columns each
     STAGES: int  # for two blocks at least

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import CacheLayer
 from mlakit.kernels.arguments import DecodeArguments, DecodePlanArguments, filled
@@ -32,6 +34,7 @@ from mlakit.kernels.hopper.decode.configs import (
     m64_fp8_qk_config,
     m64_tiles,
     small_m_bf16_config,
+    small_m_fp4_kv_config,
     small_m_fp8_kv_config,
     small_m_tiles,
 )
@@ -39,12 +42,14 @@ from mlakit.kernels.hopper.decode.m64_bf16 import mla_decode_m64_bf16_kernel
 from mlakit.kernels.hopper.decode.m64_fp8_kv import mla_decode_m64_fp8_kv_kernel
 from mlakit.kernels.hopper.decode.m64_fp8_qk import mla_decode_m64_fp8_qk_kernel
 from mlakit.kernels.hopper.decode.small_m_bf16 import mla_decode_small_m_bf16_kernel
+from mlakit.kernels.hopper.decode.small_m_fp4_kv import mla_decode_small_m_fp4_kv_kernel
 from mlakit.kernels.hopper.decode.small_m_fp8_kv import mla_decode_small_m_fp8_kv_kernel
 from mlakit.kernels.hopper.pool_rows import pool_rows
 from mlakit.plan import DecodePlanTensors
 
 KERNELS: dict[str, Any] = {
     "small_m_bf16": mla_decode_small_m_bf16_kernel,
+    "small_m_fp4_kv": mla_decode_small_m_fp4_kv_kernel,
     "small_m_fp8_kv": mla_decode_small_m_fp8_kv_kernel,
     "m64_bf16": mla_decode_m64_bf16_kernel,
     "m64_fp8_kv": mla_decode_m64_fp8_kv_kernel,
@@ -93,6 +98,8 @@ def _cache_arguments(
     format = layer.codec.traits
     # support takes rotated columns in a tensor of their own only with the same PAGE_ROWS
     rope_rows = rows if layer.rope is None else pool_rows(layer.rope)[0]
+    if format.IS_E2M1:
+        return _fp4_arguments(layer, rows, page_rows, tile_rows, gather, tiles)
     if not format.IS_E4M3:
         kv = tma_tiles(rows, tile_rows, tiles.kv_columns)
         kv_rope = tma_tiles(rope_rows, tile_rows, D_R)
@@ -141,6 +148,27 @@ def _cache_arguments(
     kv = tma_tiles(words, tile_rows, 32)
     return CacheArguments(
         kv, kv_rope, page_rows, rope_column, gather, extra_arguments, host_scale, config
+    )
+
+
+def _fp4_arguments(
+    layer: CacheLayer, rows: Tensor, page_rows: int, tile_rows: int, gather: Gather, tiles: Tiles
+) -> CacheArguments:
+    """Return how `small_m_fp4_kv` reads rows."""
+    words = rows.view(torch.int32)
+    # a TMA tile of 16 bytes is narrower than every swizzle
+    plain: Any = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    shape, strides = list(words.shape), list(words.stride())
+    scales = TensorDescriptor(words, shape, strides, [tile_rows, 4], plain)
+    return CacheArguments(
+        tma_tiles(words, tile_rows, 32),
+        tma_tiles(rows.view(torch.bfloat16), tile_rows, D_R),
+        page_rows,
+        layer.codec.traits.ROPE_AT // 2,
+        gather,
+        {"kv_scales": scales},
+        1.0,
+        small_m_fp4_kv_config(tiles.rows),
     )
 
 

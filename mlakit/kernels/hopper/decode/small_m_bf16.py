@@ -79,6 +79,7 @@ from mlakit.kernels.hopper.device.softmax import INITIAL_ROW_MAX, Logits, mask_s
 def _qk(inputs, query, pipelines, stage, phase, rope_stage, rope_phase, LAYOUT: gl.constexpr):
     """Scores of a block, [64 keys, heads]; releases its rotated columns."""
     latent, rope = pipelines.latent, pipelines.rope
+    TILES: gl.constexpr = latent.TILES_PER_STAGE
     HEADS: gl.constexpr = query.rope.shape[1]
     zero = opaque_zero()
     zeros = gl.zeros([64, HEADS], gl.float32, LAYOUT)
@@ -86,10 +87,13 @@ def _qk(inputs, query, pipelines, stage, phase, rope_stage, rope_phase, LAYOUT: 
     q = query.rope.index(zero).permute((1, 0))
     pending = warpgroup_mma(rope.tiles.index(rope_stage), q, zeros, use_acc=False, is_async=True)
     for d in gl.static_range(D_TILES):
-        wait_block(inputs, latent.full.index(stage), phase)
+        if d % TILES == 0:
+            wait_block(inputs, latent.full.index(stage), phase)
         q = query.latent.index(zero + d).permute((1, 0))
-        pending = warpgroup_mma(latent.tiles.index(stage), q, pending, is_async=True)
-        stage, phase = advance(latent, stage, phase)
+        keys = latent.tiles.index(stage * TILES + d % TILES)
+        pending = warpgroup_mma(keys, q, pending, is_async=True)
+        if d % TILES == TILES - 1:
+            stage, phase = advance(latent, stage, phase)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     mbarrier.arrive(rope.empty.index(rope_stage), count=1)
     return scores
@@ -102,25 +106,30 @@ def _pv(probs, latent, stage, phase, acc, rescale, num_valid):
     probs  P in shared memory, [1, heads, 64 keys]
     acc    of each tile of columns, [D_TILE, heads]
     """
+    TILES: gl.constexpr = latent.TILES_PER_STAGE
     stages = ()
-    for _ in gl.static_range(D_TILES):
+    tiles = ()
+    for d in gl.static_range(D_TILES):
         stages += (stage,)
-        stage, phase = advance(latent, stage, phase)
-    zero_rows(latent.tiles, stages, num_valid)
+        tiles += (stage * TILES + d % TILES,)
+        if d % TILES == TILES - 1:
+            stage, phase = advance(latent, stage, phase)
+    zero_rows(latent.tiles, tiles, num_valid)
     probs = probs.index(opaque_zero()).permute((1, 0))
     pending = ()
     for d in gl.static_range(D_TILES):
-        values = latent.tiles.index(stages[d]).permute((1, 0))
+        values = latent.tiles.index(tiles[d]).permute((1, 0))
         pending += (warpgroup_mma(values, probs, acc[d] * rescale, is_async=True),)
     done = ()
     for d in gl.static_range(D_TILES):
         done += (warpgroup_mma_wait(D_TILES - 1 - d, deps=(pending[d],)),)
-        mbarrier.arrive(latent.empty.index(stages[d]), count=1)
+        if d % TILES == TILES - 1:
+            mbarrier.arrive(latent.empty.index(stages[d]), count=1)
     return done, stage, phase
 
 
 @gluon.jit
-def _consumer(item, index, inputs, scheduler, outputs, query, probs, pipelines, logits):
+def consumer(item, index, inputs, scheduler, outputs, query, probs, pipelines, logits):
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -219,7 +228,7 @@ def mla_decode_small_m_bf16_kernel(
         gl.warp_specialize(
             [
                 (
-                    _consumer,
+                    consumer,
                     (
                         item,
                         index,
