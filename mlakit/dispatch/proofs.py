@@ -102,10 +102,11 @@ def write(backend: str, proof: Proof) -> Path:
 
 def configuration(spec: KernelSpec, problem: Problem) -> str:
     """Return the name of the configuration that proves a kernel for a problem; "" if none need."""
-    if spec.variant is None:
+    variant = "" if spec.variant is None else spec.variant(problem)
+    if not variant:
         return ""
     kernel = f"{spec.op} {spec.kernel}" if spec.kernel else spec.op
-    return f"{kernel}: {spec.variant(problem)}"
+    return f"{kernel}: {variant}"
 
 
 def why_unproved(spec: KernelSpec, problem: Problem) -> str | None:

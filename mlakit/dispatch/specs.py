@@ -131,7 +131,7 @@ class KernelSpec:
     why_slower: Callable[[Problem], str | None] | None = None
     mask_traits: tuple[str, ...] = ()  # of `MaskTraits`; a mask with any other one is refused
     # which configuration a problem needs: `auto` takes the kernel only where a check of it has
-    # passed on this machine (`dispatch.proofs`). None: it needs no check
+    # passed on this machine (`dispatch.proofs`). None, and "" for a problem: it needs no check
     variant: Callable[[Problem], str] | None = None
 
     def __str__(self) -> str:

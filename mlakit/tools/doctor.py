@@ -174,7 +174,8 @@ def _offer(backend: Backend) -> str:
     if why is None:
         return ""
     command = f"mlakit check --backend {backend}"
-    return f"auto leaves out {', '.join(kernels)} ({why}): run {command}"
+    named = ", ".join(kernels)
+    return f"auto leaves out what needs a check of {named} ({why}): run {command}"
 
 
 def report(diagnosis: Diagnosis) -> RenderableType:

@@ -193,8 +193,9 @@ def test_the_variant_of_a_quick_check_is_that_of_most_models():
 def test_the_doctor_offers_the_check(monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(doctor, "arch_of", lambda device: 90)
-    kernels = "small_m_fp4_kv, scaled_mm_fp8, m64_bf16"
-    why = f"auto leaves out {kernels} (no record): run mlakit check --backend hopper"
+    kernels = "small_m_bf16, small_m_fp4_kv, scaled_mm_fp8, m64_bf16"
+    needed = f"auto leaves out what needs a check of {kernels}"
+    why = f"{needed} (no record): run mlakit check --backend hopper"
     assert doctor._offer("hopper") == why
     assert doctor._offer("triton") == ""
     health = doctor.BackendHealth("hopper", "cuda", None, (check.CaseResult("a", 1.0),), offer=why)

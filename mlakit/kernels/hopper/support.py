@@ -7,7 +7,7 @@ have one. `sparse_mla` has one per kind of cache row, and another for few heads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from mlakit.dispatch.architectures import arch_name
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
@@ -17,6 +17,7 @@ from mlakit.kernels.hopper.decode.configs import (
     D_C,
     D_R,
     MIN_TMA_PAGE_M64_BF16,
+    NARROW_D_C,
     PAGES,
     SMALL_M_HEADS,
     SMALL_WORK_BLOCKS,
@@ -64,9 +65,12 @@ def _why_not_device(problem: Problem) -> str | None:
 
 
 def _why_not_decode(
-    problem: Problem, formats: Mapping[str, tuple[str, ...]] = FORMATS
+    problem: Problem,
+    formats: Mapping[str, tuple[str, ...]] = FORMATS,
+    latent_columns: Sequence[int] = (D_C,),
 ) -> str | None:
-    """Return why no decode kernel for rows of `formats` takes a problem; None if some may."""
+    """Return why no decode kernel for rows of `formats`, with such latent columns, takes a problem;
+    None if some may."""
     refusal = _why_not_device(problem)
     if refusal is not None:
         return refusal
@@ -77,12 +81,14 @@ def _why_not_decode(
         needed = " or ".join(formats[stored])
         return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
     row = problem.row
-    if row is None or (row.width, row.v_width) != ROW:
+    taken = [(columns + D_R, columns) for columns in latent_columns]
+    if row is None or (row.width, row.v_width) not in taken:
+        needed = " or ".join(f"{width}/{v_width}" for width, v_width in taken)
         got = "none" if row is None else f"{row.width}/{row.v_width}"
-        return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
-    if row.kv_lora_rank != D_C:
+        return f"needs rows of {needed}, got {got}"
+    if row.kv_lora_rank != row.v_width:
         got = f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
-        return f"needs {D_C} + {D_R} columns, got {got}"
+        return f"needs {row.v_width} + {D_R} columns, got {got}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
     return refused[0].refusal if refused else None
 
@@ -103,9 +109,11 @@ def _traits(problem: Problem) -> FormatTraits:
     return row_codec(known_format(problem.format), problem.row).traits
 
 
-def _needs_format(*formats: str) -> Callable[[Problem], str | None]:
+def _needs_format(
+    *formats: str, latent_columns: Sequence[int] = (D_C,)
+) -> Callable[[Problem], str | None]:
     def why_not(problem: Problem) -> str | None:
-        refusal = _why_not_decode(problem)
+        refusal = _why_not_decode(problem, latent_columns=latent_columns)
         if refusal is None and _stored(problem) not in formats:
             refusal = f"needs rows of {' or '.join(formats)}, got {problem.format}"
         return refusal
@@ -318,6 +326,14 @@ def _decode(
     )
 
 
+def _narrow_rows(problem: Problem) -> str:
+    """Return the rows of a problem that no GPU has run yet; "" for those of 512 latent columns."""
+    row = problem.row
+    if row is None or row.kv_lora_rank == D_C:
+        return ""
+    return f"{_stored(problem)} {row.width}/{row.v_width}"
+
+
 def _why_not_product(problem: Problem) -> str | None:
     refusal = _why_not_device(problem)
     if refusal is not None:
@@ -355,7 +371,12 @@ SPECS = (
     _decode("m64_bf16", _needs_format("bf16", "fp16"), _why_slower_m64),
     _decode("m64_fp8_qk", _needs_fp8_query, _why_slower_m64_fp8_qk),
     _decode("m64_fp8_kv", _why_not_m64_fp8_kv, _why_slower_m64),
-    _decode("small_m_bf16", _needs_format("bf16", "fp16")),
+    # `auto` takes it for rows of 256 latent columns where a check on that machine has passed
+    _decode(
+        "small_m_bf16",
+        _needs_format("bf16", "fp16", latent_columns=(D_C, NARROW_D_C)),
+        variant=_narrow_rows,
+    ),
     _decode("small_m_fp8_kv", _needs_format(*_FP8_FORMATS)),
     # no GPU has run it yet: `auto` takes it where a check on that machine has passed
     _decode(

@@ -36,6 +36,7 @@ AMD_ARCHITECTURES = tuple(AMD)
 COMPILED_SPLIT = ("bf16_split", "fp8_split")  # fp16 and fp32 rows load and store alike
 V3_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 GLM5_NEXT_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 0}
+NARROW_ROW = {"kv_lora_rank": 256, "qk_rope_head_dim": 64}  # of Mistral 4
 V4_ROW = {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512}
 
 
@@ -204,6 +205,12 @@ HOPPER_DECODES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("h16-fp16", "fp16", 16, {"sink": "finite"}),
     ("h32-bf16", "bf16", 32, {}),
     ("small_m-external-plan", "bf16", 32, EXTERNAL_PLAN),
+    ("narrow-h32", "bf16", 32, NARROW_ROW),
+    ("narrow-h16-fp16", "fp16", 16, {**NARROW_ROW, "sink": "finite"}),
+    ("narrow-h40-page8", "bf16", 40, {**NARROW_ROW, "page_size": 8}),
+    ("narrow-h8-page1", "bf16", 8, {**NARROW_ROW, "page_size": 1}),
+    ("narrow-external-plan", "bf16", 32, {**NARROW_ROW, **EXTERNAL_PLAN}),
+    ("narrow-split-cache", "bf16_split", 32, NARROW_ROW),
     *(
         (f"h{heads}-{format}", format, heads, {"sink": sink})
         for heads, sink in ((8, ""), (16, "finite"), (32, ""))

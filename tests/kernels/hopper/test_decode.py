@@ -38,6 +38,31 @@ def test_small_m_bf16_with_more_than_32_heads(lengths, heads):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "format", "more"),
+    [
+        (32, "bf16", {"num_ctas": 3, "tile": 64}),
+        (8, "bf16", {"page_size": 1}),
+        (16, "fp16", {"sink": "finite", "page_size": 8}),
+        (40, "bf16_split", {}),
+    ],
+    ids=str,
+)
+def test_rows_of_256_latent_columns(heads, format, more):
+    case = DecodeCase(
+        kv_lora_rank=256,
+        qk_rope_head_dim=64,
+        kv_lens=(300, 64, 1, 0),
+        q_lens=(2, 1, 1, 0),
+        heads=heads,
+        format=format,
+        dtype=format.removesuffix("_split"),
+        **{"page_size": 64, **more},
+    )
+    case.run("cuda", "hopper:small_m_bf16")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
 def test_lengths(kv_lens, q_lens, heads):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlakit import PagedLatentCache, mla_decode
-from mlakit.dispatch import selection
+from mlakit.dispatch import proofs, selection
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.specs import KernelSpec, Problem, Use, pretending
 from mlakit.formats import row_codec
@@ -111,6 +111,20 @@ def test_the_work_up_to_which_small_m_is_chosen():
         "hopper:small_m_fp4_kv": "needs rows of mxfp4_block32, got bf16",
         "triton": None,
     }
+
+
+@pytest.mark.parametrize("heads", [8, 32, 96])
+def test_rows_of_256_latent_columns_wait_for_a_check_of_small_m(heads):
+    name = "hopper:small_m_bf16"
+    asked = problem(heads=heads, row=RowShape(256, 64), **MUCH_WORK)
+    reasons = selection.explain_kernels("mla_decode", asked)
+    assert reasons["hopper:m64_bf16"] == "needs rows of 576/512, got 320/256"
+    assert "(no record): mlakit check --backend hopper enables it" in str(reasons[name])
+    assert selection.select("mla_decode", asked).name == "triton"
+    spec = selection.select("mla_decode", asked, name)
+    assert proofs.configuration(spec, asked) == "mla_decode small_m_bf16: bf16 320/256"
+    wide = problem(heads=heads, **MUCH_WORK)
+    assert proofs.configuration(selection.select("mla_decode", wide, name), wide) == ""
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -16,6 +16,7 @@ from mlakit.formats import FormatTraits
 SMEM_BYTES = 232_448  # of a CTA on sm_90
 REGISTERS = 65_536  # of an SM
 D_C, D_R = 512, 64  # latent and rotated columns
+NARROW_D_C = 256  # latent columns of Mistral 4, which small_m_bf16 takes too
 BLOCK = 64  # keys of a block
 PAGES = (8, 16, 32)  # rows of a page that a block has several of, each a TMA tile
 
@@ -70,10 +71,13 @@ class SmallMBf16Config(NamedTuple):
     ROPE_STAGES: int
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int | None = None  # per thread at launch, before warps share them out
+    TILES: int = 4  # of latent columns of a block
 
 
-def small_m_bf16_config(rows: int) -> SmallMBf16Config:
+def small_m_bf16_config(rows: int, latent_columns: int = D_C) -> SmallMBf16Config:
     """Return the config with the most stages that fit in shared memory beside the queries."""
+    if latent_columns == NARROW_D_C:  # five blocks, and the rotated columns of four
+        return SmallMBf16Config(10, ROPE_STAGES=4, PRODUCER_REGISTERS=96, TILES=2)
     return SmallMBf16Config({8: 12, 16: 11, 32: 10}[rows], ROPE_STAGES=3, PRODUCER_REGISTERS=96)
 
 

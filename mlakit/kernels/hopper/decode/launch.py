@@ -3,9 +3,9 @@
 Work       for each CTA of the plan as many CTAs as a request has work tiles on average
 Memory     float32 partials, two per CTA of the plan: 35 MB at most on 132 SMs (with splits of a
            request's own, one per split that the page table has room for)
-Limits     rows of 576/512 columns; 16-bit rows with queries of their dtype, or FP8 rows; rows that
-           TMA can address, also where no TMA tile fits a page and a gather producer loads rows one
-           by one. `kernels.hopper.support` refuses the rest
+Limits     rows of 576/512 columns, in small_m_bf16 also of 320/256; 16-bit rows with queries of
+           their dtype, or FP8 rows; rows that TMA can address, also where no TMA tile fits a page
+           and a gather producer loads rows one by one. `kernels.hopper.support` refuses the rest
 """
 
 from __future__ import annotations
@@ -103,9 +103,12 @@ def _cache_arguments(
     if not format.IS_E4M3:
         kv = tma_tiles(rows, tile_rows, tiles.kv_columns)
         kv_rope = tma_tiles(rope_rows, tile_rows, D_R)
-        rope_column = D_C if layer.rope is None else 0
+        latent_columns = layer.codec.row.kv_lora_rank
+        rope_column = latent_columns if layer.rope is None else 0
         extra_arguments: dict[str, Any] = {}
-        config: Any = small_m_bf16_config(tiles.rows) if kernel == "small_m_bf16" else None
+        config: Any = None
+        if kernel == "small_m_bf16":
+            config = small_m_bf16_config(tiles.rows, latent_columns)
         if kernel == "m64_bf16":
             is_packed = _is_packed(rows) and layer.rope is None
             extra_arguments = {"packed_rows": rows if is_packed else None}

@@ -1,4 +1,4 @@
-"""Absorbed MLA decode over 16-bit cache rows of 576 columns, 8, 16 or 32 heads per CTA.
+"""Absorbed MLA decode over 16-bit cache rows of 576 or 320 columns, 8, 16 or 32 heads per CTA.
 
 Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @ c
 Work       a work tile is ROWS heads of one query over a split of its request's keys, 64 keys per
@@ -14,14 +14,14 @@ Bound      by bytes in flight, not by arithmetic. A producer warp keeps the pipe
                                                       acc = acc·rescale + Vᵀ·Pᵀ, tile by tile
                                                       <- empty: each tile of latent columns
 
-Pipelines  a block is five smem tiles: rotated columns and four tiles of 128 latent columns, each
-           kind with a pipeline of its own (`pipeline`). The consumer loads the queries of the next
-           work tile once its last wgmma is done
+Pipelines  a block is five smem tiles: rotated columns and four tiles of 128 latent columns (two in
+           rows of 320 columns), each kind with a pipeline of its own (`pipeline`). The consumer
+           loads the queries of the next work tile once its last wgmma is done
 Deadlock   none: fill n waits for the release of fill n − STAGES, for which the consumer needs no
            later fill than those of that block, and a pipeline has room for a block
 Memory     all of shared memory, with 16 heads 200 KB of stages: a block in use takes 72 KB, the
            rest is in flight; 255 registers. Splits write float32 partials (`merge_partials`)
-Limits     D_C = 512, D_R = 64; any page size, by TMA or by a gather producer (`paged_loads`)
+Limits     D_C = 512 or 256, D_R = 64; any page size, by TMA or by a gather producer (`paged_loads`)
 Numbers    P is rounded to the cache's dtype, acc is float32; rows past a query's last key are
            zeroed before they are multiplied, for 0 · NaN is NaN
 Lineage    own design; ideas: swapped operands for few heads, split-KV flash decoding
@@ -57,7 +57,6 @@ from mlakit.kernels.hopper.device.paged_loads import (
 )
 from mlakit.kernels.hopper.device.pipeline import (
     D_TILE,
-    D_TILES,
     KVPipelines,
     Query,
     advance,
@@ -82,11 +81,12 @@ def _qk(inputs, query, pipelines, stage, phase, rope_stage, rope_phase, LAYOUT: 
     TILES: gl.constexpr = latent.TILES_PER_STAGE
     HEADS: gl.constexpr = query.rope.shape[1]
     zero = opaque_zero()
+    COUNT: gl.constexpr = query.latent.shape[0]
     zeros = gl.zeros([64, HEADS], gl.float32, LAYOUT)
     wait_block(inputs, rope.full.index(rope_stage), rope_phase)
     q = query.rope.index(zero).permute((1, 0))
     pending = warpgroup_mma(rope.tiles.index(rope_stage), q, zeros, use_acc=False, is_async=True)
-    for d in gl.static_range(D_TILES):
+    for d in gl.static_range(COUNT):
         if d % TILES == 0:
             wait_block(inputs, latent.full.index(stage), phase)
         q = query.latent.index(zero + d).permute((1, 0))
@@ -107,9 +107,10 @@ def _pv(probs, latent, stage, phase, acc, rescale, num_valid):
     acc    of each tile of columns, [D_TILE, heads]
     """
     TILES: gl.constexpr = latent.TILES_PER_STAGE
+    COUNT: gl.constexpr = len(acc)
     stages = ()
     tiles = ()
-    for d in gl.static_range(D_TILES):
+    for d in gl.static_range(COUNT):
         stages += (stage,)
         tiles += (stage * TILES + d % TILES,)
         if d % TILES == TILES - 1:
@@ -117,12 +118,12 @@ def _pv(probs, latent, stage, phase, acc, rescale, num_valid):
     zero_rows(latent.tiles, tiles, num_valid)
     probs = probs.index(opaque_zero()).permute((1, 0))
     pending = ()
-    for d in gl.static_range(D_TILES):
+    for d in gl.static_range(COUNT):
         values = latent.tiles.index(tiles[d]).permute((1, 0))
         pending += (warpgroup_mma(values, probs, acc[d] * rescale, is_async=True),)
     done = ()
-    for d in gl.static_range(D_TILES):
-        done += (warpgroup_mma_wait(D_TILES - 1 - d, deps=(pending[d],)),)
+    for d in gl.static_range(COUNT):
+        done += (warpgroup_mma_wait(COUNT - 1 - d, deps=(pending[d],)),)
         if d % TILES == TILES - 1:
             mbarrier.arrive(latent.empty.index(stages[d]), count=1)
     return done, stage, phase
@@ -133,6 +134,8 @@ def consumer(item, index, inputs, scheduler, outputs, query, probs, pipelines, l
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    TILES: gl.constexpr = query.latent.shape[0]
+    WIDTH: gl.constexpr = TILES * D_TILE
     latent, rope = pipelines.latent, pipelines.rope
     stage, phase, rope_stage, rope_phase = item * 0, item * 0, item * 0, item * 0
     tiles_done = item * 0  # its parity is the phase of the queries' barrier
@@ -141,7 +144,9 @@ def consumer(item, index, inputs, scheduler, outputs, query, probs, pipelines, l
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
         zeros = gl.zeros([D_TILE, HEADS], gl.float32, LAYOUT)
-        acc = (zeros, zeros, zeros, zeros)
+        acc = ()
+        for _ in gl.static_range(TILES):
+            acc += (zeros,)
         row_max = gl.full([HEADS], INITIAL_ROW_MAX, gl.float32, ROW)
         row_sum = gl.zeros([64, HEADS], gl.float32, LAYOUT)  # of every 64th key, until the end
         mbarrier.wait(query.full, tiles_done & 1)
@@ -169,7 +174,7 @@ def consumer(item, index, inputs, scheduler, outputs, query, probs, pipelines, l
         )
         store_lse(tile, outputs, scheduler.heads, row, lse)
         # eight threads write neighbouring columns
-        store_acc(tile, outputs, scheduler.heads, acc, 0, 1, scale=out_scale)
+        store_acc(tile, outputs, scheduler.heads, acc, 0, 1, scale=out_scale, WIDTH=WIDTH)
         tiles_done += 1
         item = next_item
         index = next_index
@@ -216,7 +221,7 @@ def mla_decode_small_m_bf16_kernel(
         NONE,
     )
     query = Query(
-        gl.allocate_shared_memory(q.dtype, [D_TILES, ROWS, D_TILE], q.layout),
+        gl.allocate_shared_memory(q.dtype, [CONFIG.TILES, ROWS, D_TILE], q.layout),
         gl.allocate_shared_memory(q.dtype, [1, ROWS, 64], q.layout),
         alloc_barrier(),
     )
@@ -243,7 +248,16 @@ def mla_decode_small_m_bf16_kernel(
                 ),
                 (
                     producer,
-                    (item, index, inputs, scheduler, pipelines, no_scales, ROPE_COLUMN),
+                    (
+                        item,
+                        index,
+                        inputs,
+                        scheduler,
+                        pipelines,
+                        no_scales,
+                        ROPE_COLUMN,
+                        CONFIG.TILES,
+                    ),
                 ),
             ],
             [WARPS],

@@ -63,7 +63,15 @@ def store_lse(tile, outputs, heads, row, lse):
 
 @gluon.jit
 def store_acc(
-    tile, outputs, heads, acc, FIRST: gl.constexpr, HEAD_AXIS: gl.constexpr, column=None, scale=None
+    tile,
+    outputs,
+    heads,
+    acc,
+    FIRST: gl.constexpr,
+    HEAD_AXIS: gl.constexpr,
+    column=None,
+    scale=None,
+    WIDTH: gl.constexpr = D_C,
 ):
     """Store accumulators: the results of a work tile, or its partial in float32.
 
@@ -72,6 +80,7 @@ def store_acc(
     FIRST    column that they begin with
     column   [columns] of an accumulator, relative to its first; None: they are in order
     scale    [heads] that acc is multiplied by; None: it is final
+    WIDTH    columns of a result
     """
     LAYOUT: gl.constexpr = acc[0].type.layout
     COLUMN_AXIS: gl.constexpr = 1 - HEAD_AXIS
@@ -90,8 +99,8 @@ def store_acc(
         starts = head.to(gl.int64) * outputs.stride_out_head
         _store_tiles(token, starts, column, acc, scale, head, heads, mask, HEAD_AXIS)
     else:
-        slot = outputs.partial_out + tile.slot_row * D_C
-        _store_tiles(slot, row * D_C, column, acc, scale, head, heads, mask, HEAD_AXIS)
+        slot = outputs.partial_out + tile.slot_row * WIDTH
+        _store_tiles(slot, row * WIDTH, column, acc, scale, head, heads, mask, HEAD_AXIS)
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """Pipelines of smem tiles from a producer to its consumers, and the producer.
 
-A block of 64 keys is its rotated columns and D_TILES tiles of 128 latent columns.
+A block of 64 keys is its rotated columns and D_TILES tiles of 128 latent columns. A producer of
+narrower rows is told how many tiles they have.
 
 Stages     fill n of a pipeline goes to stage n % STAGES; its phase is the parity of n // STAGES. A
            consumer waits for the `full` barrier with this phase, the producer for the `empty`
@@ -35,7 +36,7 @@ from mlakit.kernels.hopper.device.row_scales import (
     store_scales,
 )
 
-D_TILES = gl.constexpr(4)  # of the latent columns
+D_TILES = gl.constexpr(4)  # of 512 latent columns
 D_TILE = gl.constexpr(128)  # columns
 
 
@@ -67,7 +68,7 @@ class KVPipelines:
 class Query:
     """The queries of a work tile, in shared memory."""
 
-    latent: object  # [D_TILES, ROWS, D_TILE]; FP8: words, a quarter as many
+    latent: object  # [tiles, ROWS, D_TILE]; FP8: words, a quarter as many
     rope: object  # [1, ROWS, 64], likewise
     full: object
 
@@ -173,14 +174,23 @@ def _store_block_scales(scales, pipelines, stage, loaded):
 
 
 @gluon.jit
-def producer(item, index, inputs, scheduler, pipelines, scales, ROPE_COLUMN: gl.constexpr):
+def producer(
+    item,
+    index,
+    inputs,
+    scheduler,
+    pipelines,
+    scales,
+    ROPE_COLUMN: gl.constexpr,
+    TILES: gl.constexpr = D_TILES,
+):
     """Run the producer: load the rotated columns of every block, then its latent columns.
 
     The scales of rows, if there are any, go with the rotated columns.
     """
     latent, rope = pipelines.latent, pipelines.rope
     WIDTH: gl.constexpr = latent.tiles.shape[2] * latent.TILES_PER_STAGE
-    IS_WHOLE: gl.constexpr = latent.TILES_PER_STAGE == D_TILES
+    IS_WHOLE: gl.constexpr = latent.TILES_PER_STAGE == TILES
     stage, phase, rope_stage, rope_phase = item * 0, item * 0, item * 0, item * 0
     while item < scheduler.last_item:
         keys = key_range(inputs, scheduler, item, index)
@@ -199,7 +209,7 @@ def producer(item, index, inputs, scheduler, pipelines, scales, ROPE_COLUMN: gl.
                 rope_stage, rope_phase = _fill(
                     inputs, rope, rope_stage, rope_phase, inputs.kv_rope, rows, ROPE_COLUMN
                 )
-                for fill in gl.static_range(D_TILES // latent.TILES_PER_STAGE):
+                for fill in gl.static_range(TILES // latent.TILES_PER_STAGE):
                     column = fill * WIDTH
                     stage, phase = _fill(inputs, latent, stage, phase, inputs.kv, rows, column)
             if scales.first is not None:
@@ -219,11 +229,12 @@ def load_query(inputs, scheduler, item, index, query):
         tile.token, tile.first_head, inputs.q_rope_token_rows, inputs.Q_ROPE_BY_HEAD
     )
     WIDTH: gl.constexpr = query.latent.shape[2]
+    TILES: gl.constexpr = query.latent.shape[0]
     BITS: gl.constexpr = (
-        D_TILES * WIDTH * query.latent.dtype.primitive_bitwidth
+        TILES * WIDTH * query.latent.dtype.primitive_bitwidth
         + query.rope.shape[2] * query.rope.dtype.primitive_bitwidth
     )
     mbarrier.expect(query.full, scheduler.ROWS * BITS // 8)
     tma_load(inputs.q_rope, [rope_row, rope_column], query.full, query.rope.index(0))
-    for d in gl.static_range(D_TILES):
+    for d in gl.static_range(TILES):
         tma_load(inputs.q, [row, column + d * WIDTH], query.full, query.latent.index(d))
