@@ -23,6 +23,7 @@ from mlakit.kernels.hopper.decode.configs import (
     SMALL_WORK_BLOCKS,
     small_m_tiles,
 )
+from mlakit.kernels.hopper.fp8.configs import PIECE as PRODUCT_PIECE
 from mlakit.kernels.hopper.fp8.configs import STEP as PRODUCT_STEP
 from mlakit.kernels.hopper.fp8.configs import pick_config as pick_product_config
 from mlakit.kernels.hopper.indexer.configs import MAX_HEADS as MAX_INDEX_HEADS
@@ -54,6 +55,7 @@ INDEX_FORMAT = "fp8_token"
 # results: FP8 tensor cores keep 14 bits of a sum, which the rounding of these hides
 PRODUCT_DTYPES = ("torch.bfloat16", E4M3)
 FEW_ROWS = 16
+SMALL_M_ROWS = 32  # of the portable kernel of few rows
 PREFILL_DTYPES = ("torch.bfloat16", "torch.float16", E4M3)
 
 
@@ -362,8 +364,14 @@ def _product_variant(problem: Problem) -> str:
 
 def _why_slower_product(problem: Problem) -> str | None:
     """The portable kernel splits K among the warps of narrow tiles, which fill all SMs."""
-    if problem.product is not None and problem.product.rows <= FEW_ROWS:
-        return f"is for more than {FEW_ROWS} rows, got {problem.product.rows}"
+    shape = problem.product
+    if shape is None:
+        return None
+    if shape.rows <= FEW_ROWS:
+        return f"is for more than {FEW_ROWS} rows, got {shape.rows}"
+    tiles = shape.batch * -(-shape.columns // PRODUCT_PIECE)
+    if shape.rows <= SMALL_M_ROWS and 2 * tiles < problem.num_sms:
+        return f"is for tiles on half of the SMs or more, got {tiles} tiles"
     return None
 
 

@@ -91,6 +91,24 @@ def test_few_rows_are_faster_on_the_portable_kernel(rows, is_slower):
     assert spec.why_slower(problem(rows=rows)) == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "is_slower"),
+    [
+        ({"columns": 576}, True),
+        ({"columns": 64 * 65}, True),
+        ({"columns": 64 * 66}, False),
+        ({"columns": 576, "batch": 8}, False),
+        ({"columns": 576, "rows": 33}, False),
+    ],
+    ids=str,
+)
+def test_few_tiles_of_few_rows_are_faster_on_the_portable_kernel(sizes, is_slower):
+    (spec,) = (spec for spec in selection.specs(OP) if spec.backend == "hopper")
+    assert spec.why_slower is not None
+    reason = spec.why_slower(problem(**{"rows": 30, **sizes}))
+    assert (reason is not None) == is_slower
+
+
 def operands(rows: int = 20) -> dict[str, torch.Tensor]:
     return {
         "a": torch.zeros(rows, 256).to(E4M3),
