@@ -116,11 +116,19 @@ def _places(test: pytest.Item) -> list[object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _refuse_addresses(items)
     items[:] = [item for item in items if not _too_slow_interpreted(item)]
     _leave_out_gpu_tests(config, items)
     emulation.leave_out(config, items)
     slow_tests.leave_out_thorough(config, items)
     slow_tests.select_measured(config, items)
+
+
+def _refuse_addresses(items: list[pytest.Item]) -> None:
+    """An address in an id differs between workers, which then run no test at all."""
+    found = sorted({item.nodeid for item in items if " at 0x" in item.nodeid})
+    if found:
+        raise pytest.UsageError(f"ids of tests must not hold addresses, got {found[0]}")
 
 
 def _leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -63,6 +63,11 @@ def rows(table: WrongCalls) -> list[Wrong]:
     return [Wrong(message, changes) for message, changes in table.items()]
 
 
+def name_of(parameter: Any) -> str:
+    """The id of a test's parameter: the same in every process, whatever address a function has."""
+    return str(getattr(parameter, "__name__", parameter))
+
+
 class _Part:
     def __getitem__(self, index: Any) -> Edit:
         return Edit(lambda value: value[index])

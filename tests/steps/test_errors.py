@@ -19,7 +19,7 @@ from mlakit.model.geometry import RowShape
 from mlakit.plan import EvenSplit, plan_context, plan_decode
 from mlakit.steps import CachedBatch, StepPlan, plan_step
 from mlakit.tools.testing import assert_unchanged, snapshot
-from tests.spoiling import COLUMNS_FIRST, Edit, Wrong, WrongCalls, changed, of, part, rows
+from tests.spoiling import COLUMNS_FIRST, Edit, Wrong, WrongCalls, changed, name_of, of, part, rows
 from tests.steps.step_oracles import (
     BF16,
     E4M3,
@@ -207,7 +207,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("branch", "wrong"), REFUSALS, ids=str)
+@pytest.mark.parametrize(("branch", "wrong"), REFUSALS, ids=name_of)
 @on_cpu
 def test_a_wrong_step_is_refused_and_writes_nothing(branch, wrong):
     """Not even q is rotated: the call can be corrected and repeated."""

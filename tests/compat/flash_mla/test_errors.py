@@ -25,6 +25,7 @@ from tests.spoiling import (
     REQUIRES_GRAD,
     Edit,
     WrongCalls,
+    name_of,
     of,
     part,
     rows,
@@ -246,7 +247,7 @@ TABLES = (
 @pytest.mark.parametrize(
     ("function", "keywords", "wrong"),
     [(function, keywords, wrong) for function, keywords, table in TABLES for wrong in rows(table)],
-    ids=str,
+    ids=name_of,
 )
 def test_a_wrong_call_says_what_is_wrong(function, keywords, wrong):
     given = keywords()
