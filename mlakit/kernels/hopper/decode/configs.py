@@ -198,6 +198,6 @@ def m64_fp8_qk_config(
     if format.SCALED_BY == "group":
         # four float16 and five float32 of each row
         stages = room // (BLOCK * D_C + rope_bytes + BLOCK * (4 * 2 + 5 * 4))
-        return M64Fp8QkConfig(stages, *((184, 104, 40) if is_gathered else (176, 112, 48)), 128)
+        return M64Fp8QkConfig(stages, *((184, 104, 40) if is_gathered else (184, 112, 32)), 128)
     stages = room // (BLOCK * D_C + rope_bytes)
     return M64Fp8QkConfig(stages, *((176, 104, 48) if is_gathered else (184, 112, 32)), 128)
