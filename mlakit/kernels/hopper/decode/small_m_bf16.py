@@ -220,8 +220,9 @@ def mla_decode_small_m_bf16_kernel(
         NONE,
         NONE,
     )
+    TILES: gl.constexpr = CONFIG.TILES
     query = Query(
-        gl.allocate_shared_memory(q.dtype, [CONFIG.TILES, ROWS, D_TILE], q.layout),
+        gl.allocate_shared_memory(q.dtype, [TILES, ROWS, D_TILE], q.layout),
         gl.allocate_shared_memory(q.dtype, [1, ROWS, 64], q.layout),
         alloc_barrier(),
     )
@@ -256,7 +257,7 @@ def mla_decode_small_m_bf16_kernel(
                         pipelines,
                         no_scales,
                         ROPE_COLUMN,
-                        CONFIG.TILES,
+                        TILES,
                     ),
                 ),
             ],

@@ -161,15 +161,6 @@ def _load_query(q, work, tokens, tile, query):
 
 
 @gluon.jit
-def _alloc_rope(STAGES: gl.constexpr, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr):
-    """Allocate rotated columns; None where there are none."""
-    if HAS_ROPE:
-        return gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], SMEM_16BIT)
-    else:
-        return None
-
-
-@gluon.jit
 def _copy_rows(start, is_valid, WORD: gl.constexpr, smem):
     """Start to copy 128 bytes of each row of a block; zeros for invalid entries."""
     at = gl.expand_dims(start, 1)
@@ -394,6 +385,12 @@ def sparse_mla_small_m_fp8_kv_kernel(
     full, empty = alloc_stage_barriers(CONFIG.STAGES, 128, 2)
     ARRIVALS: gl.constexpr = 129 if TRAITS.HAS_ROPE else 1
     rope_full, rope_empty = alloc_stage_barriers(CONFIG.ROPE_STAGES, ARRIVALS, 1)
+    rope_tiles, rotated = NONE, NONE
+    if TRAITS.HAS_ROPE:
+        rope_tiles = gl.allocate_shared_memory(
+            gl.bfloat16, [CONFIG.ROPE_STAGES, 64, 64], SMEM_16BIT
+        )
+        rotated = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 64], SMEM_16BIT)
     pipelines = KVPipelines(
         Pipeline(
             gl.allocate_shared_memory(
@@ -404,7 +401,7 @@ def sparse_mla_small_m_fp8_kv_kernel(
             CONFIG.TILES_PER_STAGE,
         ),
         Pipeline(
-            _alloc_rope(CONFIG.ROPE_STAGES, 64, TRAITS.HAS_ROPE),
+            rope_tiles,
             rope_full,
             rope_empty,
             1,
@@ -414,7 +411,7 @@ def sparse_mla_small_m_fp8_kv_kernel(
     )
     query = Query(
         gl.allocate_shared_memory(gl.bfloat16, [D_TILES, HEADS, D_TILE], QUERY_TILE),
-        _alloc_rope(1, HEADS, TRAITS.HAS_ROPE),
+        rotated,
         alloc_barrier(),
     )
     probs = alloc_probs(HEADS, COUNT, 1)
