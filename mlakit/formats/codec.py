@@ -1,4 +1,4 @@
-"""What all codecs of cache rows share: names of formats, rounding, and the checks of a codec."""
+"""All codecs of cache rows share names of formats, rounding, and the checks of a codec."""
 
 from __future__ import annotations
 

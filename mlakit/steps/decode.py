@@ -67,21 +67,9 @@ def decode_branch(
     attention = "mla_decode" if rows is None else "sparse_mla"
     select_kernels((attention,), q, weights, batch, mask, backend)
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
-    lists = (rows, topk_lens)
-    _attend(
-        *(
-            (absorbed, None),
-            weights.up,
-            batch,
-            weights.softmax_scale,
-            lists,
-            mask,
-            plan,
-            out,
-            backend,
-        ),
-        sink=weights.sink,
-    )
+    lists, scale, sink = (rows, topk_lens), weights.softmax_scale, weights.sink
+    q_parts = (absorbed, None)
+    _attend(q_parts, weights.up, batch, scale, lists, mask, plan, out, backend, sink=sink)
     return out
 
 

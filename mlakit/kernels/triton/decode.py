@@ -64,10 +64,8 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
     config = _config(layer, page_table, heads, q_latent.dtype, device)
     tiles = row_tiles(layer, config.widest)
     padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
-    rows, capacity = (
-        padded_heads * triton.cdiv(tokens, batch),
-        capacity_of(page_table, layer.page_size),
-    )
+    rows = padded_heads * triton.cdiv(tokens, batch)
+    capacity = capacity_of(page_table, layer.page_size)
     if splits is None and not a.deterministic:
         splits = _plan(q_starts, kv_lens, shard, mask, config, device, padded_heads, rows, capacity)
     schedule = _schedule(

@@ -51,7 +51,7 @@ def test_scores_lose_what_the_hardware_does_not_keep(format):
 
 @pytest.mark.parametrize("zero", [None, 0, 3])
 def test_rows_with_four_scales(zero):
-    """As exact as rows with one, whichever scale is 0 or far below the largest."""
+    """Scores are as exact as with one scale, whichever is 0 or far below the largest."""
     own = torch.Generator().manual_seed(0)
     values = torch.randn(40, 4, 128, generator=own).to(E4M3).double()
     scales = 2.0 ** torch.randint(-40, 4, (40, 4), generator=own).double()

@@ -1,4 +1,4 @@
-"""What decode kernels with keys as M share: key ranges, lookups, products, softmax, epilogue.
+"""Decode kernels with keys as M share key ranges, lookups, products, softmax and epilogue.
 
 Their producers differ, by how rows come to shared memory: `n64_bf16`, `n64_fp8_kv`.
 """

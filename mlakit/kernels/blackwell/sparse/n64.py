@@ -1,4 +1,4 @@
-"""What the kernels of lists with keys as M share: queries, entries, products, softmax, epilogue.
+"""Kernels of lists with keys as M share queries, entries, products, softmax and epilogue.
 
 Their producers differ, by how rows come to shared memory: `n64_bf16`, `n64_fp8_kv`.
 """
@@ -45,7 +45,7 @@ IN_EACH_LANE = gl.constexpr(in_each_thread(1))  # of a partition of one warp
 
 @record
 class Entries:
-    """What the producer says of list entries, in shared memory."""
+    """The producer tells consumers this about list entries, in shared memory."""
 
     num_blocks: object  # [4] int32, all the same: blocks of 128 entries
     validity: object  # [128] float32: 0 where an entry is valid, −inf where not

@@ -1,4 +1,4 @@
-"""What the launchers of decode kernels make of a call, on Hopper and on Blackwell."""
+"""Launchers of decode kernels, on Hopper and on Blackwell, plan and launch a call with these."""
 
 from __future__ import annotations
 
