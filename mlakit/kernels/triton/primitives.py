@@ -520,16 +520,22 @@ def load_latent_query(rows, rope_rows, is_row, ROW: tl.constexpr):
     """
     q = ()
     PIECES: tl.constexpr = ROW.PIECES
+    ROTATED: tl.constexpr = ROW.D_C - ROW.Q_COLUMNS
     for piece in tl.static_range(PIECES):
         if piece * ROW.WIDTH < ROW.Q_COLUMNS:
             columns = load_query(
                 rows, is_row, piece * ROW.WIDTH, ROW.WIDTH, ROW.Q_COLUMNS, ROW.DTYPE, ROW.HAS_FP8
             )
         else:
-            FIRST: tl.constexpr = piece * ROW.WIDTH - ROW.Q_COLUMNS
-            ROPE: tl.constexpr = ROW.D_C - ROW.Q_COLUMNS
+            # the first column has no name: a loop over two such pieces would define it twice
             columns = load_query(
-                rope_rows, is_row, FIRST, ROW.WIDTH, ROPE, ROW.ROPE_DTYPE, ROW.HAS_FP8
+                rope_rows,
+                is_row,
+                piece * ROW.WIDTH - ROW.Q_COLUMNS,
+                ROW.WIDTH,
+                ROTATED,
+                ROW.ROPE_DTYPE,
+                ROW.HAS_FP8,
             )
         q += (columns,)
     return q
