@@ -97,6 +97,7 @@ def test_a_page_is_as_large_as_in_a_new_pool(name):
         ("hy4-preview", "fp8_block128", 78 * 656 + 21 * 132),
         ("longcat-2.0", "fp8_block128", 76 * 656 + 38 * 132),
         ("deepseek-v4-flash", "fp8_block64", round(21 * (584 + 132) / 4 + 20 * 584 / 128)),
+        ("deepseek-v4-flash", "mxfp4_block32", round(21 * (368 + 68) / 4 + 20 * 368 / 128)),
     ],
 )
 def test_bytes_per_token_of_known_models(model, name, expected):
@@ -113,7 +114,7 @@ def test_every_known_model_has_a_report(model):
     assert (report.layers.mla < report.layers.total) == is_hybrid
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_block64"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_block64", "mxfp4_block32"])
 @pytest.mark.parametrize("context", [1, 131, 1000])
 def test_compressed_rows_are_counted_as_a_cache_allocates_them(format, context):
     """Pages in use after steps of one token, and those of the report: pages of every lane."""

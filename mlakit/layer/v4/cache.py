@@ -69,7 +69,8 @@ class V4Cache:
         """Make an empty cache.
 
         config     what `V4Config.from_config` takes
-        format     of window rows and compressed rows. Index keys are fp8_token where it is FP8
+        format     of window rows and compressed rows. Index keys are fp8_token where it is FP8,
+                   else of the same format: 68 bytes in mxfp4_block32
         layers     numbers of the layers whose rows it holds; None: all layers of the model
         page_size  rows of a page; states have pages of their own size
         keep       newest tokens that `truncate` can take back, such as rejected drafts

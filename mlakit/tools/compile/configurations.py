@@ -187,6 +187,14 @@ CONFIGURATIONS: dict[str, Case] = {
     **{f"append-{format}": _append(format) for format in COMPILED_SPLIT},
     **{f"decode-h16-{format}": _decode(format, 16) for format in COMPILED_SPLIT},
     **{f"sparse-h16-{format}": _sparse(format, 16) for format in COMPILED_SPLIT},
+    # four-bit rows of 448 + 64 columns and index keys; the last columns of a row are values, too
+    "append-rows-v4-mxfp4": AppendRowsCase(**{**_row("mxfp4_block32"), **V4_ROW}),
+    "decode-h16-v4-mxfp4": _decode("mxfp4_block32", 16, **V4_ROW),
+    "sparse-h64-v4-mxfp4": _sparse("mxfp4_block32", 64, **V4_ROW),
+    "compress-v4-mxfp4": _compress(format="mxfp4_block32"),
+    "append-rows-index-keys-mxfp4": AppendRowsCase(
+        kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="mxfp4_block32"
+    ),
 }
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}

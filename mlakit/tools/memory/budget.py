@@ -181,7 +181,7 @@ def table(report: MemoryReport) -> Table:
     title = f"{report.model}: {mla} MLA layers" + (f" of {total}" if mla < total else "")
     title += (f", {indexer} with index keys" if indexer else "") + f"; batch {report.batch}"
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    shown.add_column("cache", overflow="fold")
+    shown.add_column("cache", overflow="fold", min_width=max(map(len, FORMATS)))
     gib = [f"GiB/rank, {each:,} tokens" for each in report.contexts]
     free = report.cache_bytes
     fit = [] if free is None else ["tokens that fit"]

@@ -104,20 +104,22 @@ def test_lists_of_rows_are_made_in_parts(layer, monkeypatch):
     assert worst(serve(made, x), right) < 1e-6
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_block64"])
+@pytest.mark.parametrize(
+    ("format", "row_bytes", "limit"),
+    [("bf16", 1024, 0.03), ("fp8_block64", 584, 0.12), ("mxfp4_block32", 368, 0.25)],
+)
 @pytest.mark.parametrize("layer", range(3), ids=KINDS)
-def test_bf16_layers_and_rows_of_584_bytes(layer, format):
+def test_bf16_layers_over_rows_of_every_size(layer, format, row_bytes, limit):
     fields = CONFIGS["rows of 448 + 64"]
     made = layer_of(fields, layer).bfloat16()
     x = [each.bfloat16() for each in inputs(90, 37)]
     exact = torch.cat([oracle_of(made).run(each) for each in x])
     server = Server(made, format=format, page_size=64)
-    if format == "fp8_block64":
-        assert server.cache.cache("window").codec.bytes_per_token == 584
+    assert server.cache.cache("window").codec.bytes_per_token == row_bytes
     found = torch.cat(serve(made, x, format=format, page_size=64)).double()
     error = (found - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     # a selection that differs by rounding counts as well
-    assert float(error) < (0.03 if format == "bf16" else 0.12)
+    assert float(error) < limit
 
 
 def test_norms_and_biases_may_be_float32_in_a_bf16_model():
