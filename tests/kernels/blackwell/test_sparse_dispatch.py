@@ -224,7 +224,7 @@ def test_rows_from_the_first_page_to_the_last_are_one_matrix(
     launched, page_size, num_layers, rows, stride
 ):
     call(cache=pages(page_size, num_layers))
-    kv = launched[0][2]["kv"]
+    kv = launched[0][2]["caches"][0]
     assert (list(kv.shape), list(kv.strides)) == ([rows, 576], [stride, 1])
     assert list(kv.block_shape) == [1, 64]
 
@@ -232,14 +232,14 @@ def test_rows_from_the_first_page_to_the_last_are_one_matrix(
 def test_the_only_row_of_a_cache_has_a_stride_that_tma_takes(launched):
     blocks = torch.zeros(576, dtype=torch.bfloat16).as_strided((1, 1, 576), (7, 7, 1))
     call(cache=PagedLatentCache.wrap(blocks, ROW, format="bf16"))
-    assert list(launched[0][2]["kv"].strides) == [576, 1]
+    assert list(launched[0][2]["caches"][0].strides) == [576, 1]
 
 
 def test_the_second_cache_has_its_own_rows(launched):
     extra = ExtraRows(pages(16, num_layers=2), torch.zeros(2, 7, dtype=torch.int32), None, 1)
     call(extra=extra)
     arguments = launched[0][2]
-    assert list(arguments["extra_kv"].shape) == [3 * 2 * 16 + 16, 576]
+    assert list(arguments["caches"][1].shape) == [3 * 2 * 16 + 16, 576]
     traits = arguments["TRAITS"]
     assert (traits.HAS_EXTRA, traits.PAGE, traits.EXTRA_PAGE) == (True, 0, 16)
 

@@ -110,9 +110,9 @@ def _tiles(kernel: str, heads: int, has_rope: bool) -> _Tiles:
     return _Tiles(function, config.ROWS, 1, KEYS, PART, is_gathered, options)
 
 
-def _gathered_rows(a: SparseArguments) -> dict[str, TensorDescriptor | None]:
+def _gathered_rows(a: SparseArguments) -> dict[str, Any]:
     extra = None if a.extra is None else _row_tiles(a.extra)
-    return {"kv": _row_tiles(a.layer), "extra_kv": extra}
+    return {"caches": (_row_tiles(a.layer), extra)}
 
 
 def _row_tiles(layer: CacheLayer) -> TensorDescriptor:

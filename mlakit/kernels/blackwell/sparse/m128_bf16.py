@@ -131,7 +131,7 @@ def _load_query(q, q_rope, token, head, smem, barriers):
 
 
 @gluon.jit
-def producer(q, q_rope, kv, extra_kv, work, tile, half, smem, barriers):
+def producer(q, q_rope, caches, work, tile, half, smem, barriers):
     """Load the queries, and gather the blocks of a work tile."""
     blocks = block_range(work, tile)
     # at least one: the results of an empty tile are written, too
@@ -148,7 +148,7 @@ def producer(q, q_rope, kv, extra_kv, work, tile, half, smem, barriers):
         block = blocks.first + index
         slot = valid_slots(work, blocks, block, ids)
         ids = load_ids(work, blocks, block + 1, ENTRIES)
-        rows = listed_rows(kv, extra_kv, work, blocks, block, slot)
+        rows = listed_rows(caches, work, blocks, block, slot)
         if index == 1:
             mbarrier.wait(barriers.q_stored, 0)
         keys_full = barriers.keys_full.index(stage)
@@ -310,8 +310,7 @@ def _alloc_smem(DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
 def sparse_mla_m128_bf16_kernel(
     q,  # TMA descriptors: tiles of 1 x 128 x 256
     q_rope,  # of 1 x 128 x 64 rotated columns, or None
-    kv,  # rows of 64 columns
-    extra_kv,  # likewise of a second cache, or None
+    caches,  # (rows of 64 columns, likewise of a second cache or None)
     tokens,
     heads,
     num_splits,
@@ -364,7 +363,7 @@ def sparse_mla_m128_bf16_kernel(
     gl.warp_specialize(
         [
             (softmax, (work, outputs, tokens, heads, tile, half, smem, tmem, barriers, scale)),
-            (producer, (q, q_rope, kv, extra_kv, work, tile, half, smem, barriers)),
+            (producer, (q, q_rope, caches, work, tile, half, smem, barriers)),
             (issue_scores, (smem, tmem, barriers)),
             (issue_values, (half, smem, tmem, barriers)),
         ],

@@ -37,7 +37,7 @@ from mlakit.kernels.hopper.sparse.seesaw import Scale
 
 
 @gluon.jit
-def producer(q, q_rope, kv, extra_kv, work, tile, smem, barriers, entries):
+def producer(q, q_rope, caches, work, tile, smem, barriers, entries):
     """Load the queries, and gather the blocks of a work tile."""
     blocks, num_blocks = start_tile(q, q_rope, work, tile, smem, entries)
     first_ids = load_ids(work, blocks, blocks.first, ENTRIES)
@@ -48,8 +48,8 @@ def producer(q, q_rope, kv, extra_kv, work, tile, smem, barriers, entries):
         second_slot = valid_slots(work, blocks, block + 1, second_ids)
         first_ids = load_ids(work, blocks, block + 2, ENTRIES)
         second_ids = load_ids(work, blocks, block + 3, ENTRIES)
-        first = listed_rows(kv, extra_kv, work, blocks, block, first_slot)
-        second = listed_rows(kv, extra_kv, work, blocks, block + 1, second_slot)
+        first = listed_rows(caches, work, blocks, block, first_slot)
+        second = listed_rows(caches, work, blocks, block + 1, second_slot)
         gather_block((first, second), (first, second), index, PARTS * PART, smem, barriers)
         store_validity(entries, first_slot, second_slot)
 
@@ -58,8 +58,7 @@ def producer(q, q_rope, kv, extra_kv, work, tile, smem, barriers, entries):
 def sparse_mla_n64_bf16_kernel(
     q,  # TMA descriptors: tiles of 1 x ROWS x 128
     q_rope,  # of 1 x ROWS x 64 rotated columns, or None
-    kv,  # rows of 64 columns
-    extra_kv,  # likewise of a second cache, or None
+    caches,  # (rows of 64 columns, likewise of a second cache or None)
     tokens,
     heads,
     num_splits,
@@ -99,7 +98,7 @@ def sparse_mla_n64_bf16_kernel(
                 softmax_warps,
                 (work, outputs, tokens, heads, tile, smem, tmem, barriers, entries, scale),
             ),
-            (producer, (q, q_rope, kv, extra_kv, work, tile, smem, barriers, entries)),
+            (producer, (q, q_rope, caches, work, tile, smem, barriers, entries)),
             (issue, (smem, tmem, barriers, entries)),
         ],
         [4, 1],

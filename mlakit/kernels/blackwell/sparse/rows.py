@@ -21,10 +21,10 @@ def _descriptor_rows(rows, slot):
 
 
 @gluon.jit
-def listed_rows(kv, extra_kv, work, blocks, block, slot):
-    """The rows of a block of 64 slots; kv and extra_kv are the descriptors of the caches."""
+def listed_rows(caches, work, blocks, block, slot):
+    """The rows of a block of 64 slots; `caches` are the descriptors of both caches."""
     is_extra = block >= blocks.main_blocks
     row = _descriptor_rows(work.main, slot)
     if work.HAS_EXTRA:
         row = gl.where(is_extra, _descriptor_rows(work.extra, slot), row)
-    return Rows(kv, extra_kv, is_extra, row)
+    return Rows(caches[0], caches[1], is_extra, row)
