@@ -249,7 +249,7 @@ def test_fp8_rows_are_read_as_words_and_not_gathered(launched):
     call(2, 100, cache=cache)
     _, grid, arguments = launched[0]
     assert grid == (4,)  # two tiles of 64 heads each
-    assert "kv" not in arguments
+    assert "caches" not in arguments
     assert arguments["main"].payload.dtype == torch.int32
     assert arguments["TRAITS"].FORMAT.SCALES_AT == 512
     config = arguments["CONFIG"]
