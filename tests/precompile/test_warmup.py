@@ -148,9 +148,12 @@ import importlib, json, pkgutil, sys
 import mlakit.kernels
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
+from mlakit.kernels.blackwell.support import why_not_triton
 
 found = {}
 for module in pkgutil.walk_packages(mlakit.kernels.__path__, "mlakit.kernels."):
+    if why_not_triton() and module.name.startswith("mlakit.kernels.blackwell."):
+        continue  # this Triton lacks what the kernels call
     for name, each in vars(importlib.import_module(module.name)).items():
         if isinstance(each, JITFunction) and each.__module__.startswith("mlakit."):
             found[f"{each.__module__}.{name}"] = each
