@@ -44,6 +44,12 @@ MORE_WORK: dict[str, dict[str, Any]] = {
         "q_lens": (2, 1, 1, 3, 1) * 8,
         "oracle": "batched",
     },
+    "mla_prefill": {
+        "kv_lens": (3000, 1, 700, 0, 1290) * 2,
+        "q_lens": (2100, 1, 700, 0, 129) * 2,
+        "heads": 16,
+        "oracle": "batched",
+    },
 }
 
 

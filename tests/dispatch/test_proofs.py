@@ -224,11 +224,12 @@ def test_every_kernel_of_blackwell_needs_a_proof():
     specs = [spec for spec in selection.SPECS if spec.backend == "blackwell"]
     assert specs
     assert all(spec.variant is not None for spec in specs)
-    problem = replace(PROBLEM, arch=100)
+    problem = replace(PROBLEM, arch=100, head_widths=(128, 64, 128))
     assert [proofs.configuration(spec, problem) for spec in specs] == [
         "mla_decode n64_bf16: bf16 576/512",
         "mla_decode n64_fp8_kv: bf16 576/512",
         "sparse_mla m128_bf16: bf16 576/512",
         "sparse_mla n64_bf16: bf16 576/512",
         "sparse_mla n64_fp8_kv: bf16 576/512",
+        "mla_prefill: bfloat16 192/128",
     ]

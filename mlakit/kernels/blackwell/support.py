@@ -13,7 +13,9 @@ from mlakit.dispatch.architectures import arch_name
 from mlakit.dispatch.names import one_of
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
 from mlakit.kernels.blackwell.device.configs import D_C, D_R
+from mlakit.kernels.blackwell.prefill.configs import WIDTHS as PREFILL_WIDTHS
 from mlakit.kernels.hopper.sparse.configs import D_V, ROWS
+from mlakit.kernels.hopper.support import PREFILL_MASK_TRAITS
 
 ARCHS = (100, 103)
 OLDEST_TRITON = (3, 9)
@@ -140,10 +142,38 @@ def _decode_spec(kernel: str, formats: Mapping[str, str]) -> KernelSpec:
     )
 
 
+def _why_not_prefill(problem: Problem) -> str | None:
+    refusal = _why_not_device(problem)
+    if refusal is not None:
+        return refusal
+    if problem.dtype not in FORMATS.values():
+        return f"needs {one_of(list(FORMATS.values()))}, got {problem.dtype}"
+    if problem.head_widths not in PREFILL_WIDTHS:
+        known = one_of(["+".join(map(str, widths)) for widths in PREFILL_WIDTHS])
+        got = "+".join(map(str, problem.head_widths or ())) or "none"
+        return f"needs widths D_N+D_R+D_V of {known}, got {got}"
+    return problem.uses[0].refusal if problem.uses else None
+
+
+def _prefill_variant(problem: Problem) -> str:
+    """Return the dtype and the widths that the kernel is compiled for."""
+    assert problem.head_widths is not None
+    d_n, d_r, d_v = problem.head_widths
+    return f"{problem.dtype.removeprefix('torch.')} {d_n + d_r}/{d_v}"
+
+
 SPECS = (
     _decode_spec("n64_bf16", FORMATS | SPLIT_FORMATS),
     _decode_spec("n64_fp8_kv", FP8_FORMATS),
     _sparse_spec("m128_bf16", _why_not_sparse, _why_slower_m128),
     _sparse_spec("n64_bf16", _why_not_sparse, _why_slower_n64),
     _sparse_spec("n64_fp8_kv", _why_not_sparse_fp8),
+    KernelSpec(
+        "blackwell",
+        "mla_prefill",
+        f"{__package__}.prefill.launch:mla_prefill",
+        _why_not_prefill,
+        mask_traits=PREFILL_MASK_TRAITS,
+        variant=_prefill_variant,
+    ),
 )

@@ -465,6 +465,22 @@ BLACKWELL: dict[str, Case] = {
     "blackwell-decode-external-plan": _decode("bf16", 32, **EXTERNAL_PLAN),
     "blackwell-decode-h16-bf16_split-page24": _decode("bf16_split", 16, page_size=24),
     "blackwell-sparse-h16-512": _sparse("bf16", 16, **V4_ROW, sharpness=-2.0),
+    "blackwell-prefill-192-128": _prefill(128, 64, 128),
+    "blackwell-prefill-256-256": _prefill(192, 64, 256),
+    "blackwell-prefill-128-128": _prefill(128, 0, 128),
+    "blackwell-prefill-fp16-sink": _prefill(
+        128, 64, 128, dtype="fp16", sink="mixed", sharpness=-2.0
+    ),
+    "blackwell-prefill-null": _prefill(128, 64, 128, mask="null"),
+    "blackwell-prefill-256-256-null": _prefill(192, 64, 256, mask="null", dtype="fp16"),
+    **{
+        f"blackwell-prefill-{mask}": _prefill(128, 64, 128, mask=mask, window=300)
+        for mask in WINDOWED
+        if not KINDS[mask].IS_COMPRESSED
+    },
+    "blackwell-prefill-256-256-window": _prefill(
+        192, 64, 256, mask="sliding_window_causal", window=50, sink="finite"
+    ),
 }
 HOPPER_ARCH = 90
 BLACKWELL_ARCHS = (100, 103)

@@ -56,7 +56,13 @@ SPILL_BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
         "*": (39, 102),
     },
     "mla_decode_n64_fp8_kv_kernel": {"*-h16-*": (2, 18), "*": (22, 67)},
-    # likewise, but for one such load
+    # likewise, and none in a loop over blocks
+    "mla_prefill_bf16_kernel": {
+        "*-256-256*": NO_SPILLS,
+        "*-sliding_window_causal": (3, 10),
+        "*": (2, 7),
+    },
+    # likewise, but for one load in the loop of the softmax warps
     "sparse_mla_n64_bf16_kernel": {"*-h16-*": NO_SPILLS, "*": (7, 13)},
     # likewise, but for two loads in the loop of the dequant warpgroup
     "sparse_mla_n64_fp8_kv_kernel": {"*": (4, 13)},

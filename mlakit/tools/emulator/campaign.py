@@ -112,6 +112,12 @@ _PREFILL = (
     {"kv_lens": (578, 279), "q_lens": (130, 130), "mask": "sliding_window_causal", "window": 50},
     {"kv_lens": (60, 70, 40), "q_lens": (60, 70, 40)},
 )
+# the same for tiles of 256 queries, with scores that need a rescale in most blocks
+_PREFILL_BLACKWELL = (
+    {"kv_lens": (900, 300), "q_lens": (380, 60), "sharpness": 6.0},
+    {"kv_lens": (578, 279), "q_lens": (300, 130), "mask": "sliding_window_causal", "window": 50},
+    {"kv_lens": (60, 70, 40), "q_lens": (60, 70, 40)},
+)
 _INDEXER = {"kv_lens": (1500, 700, 300, 900, 100, 600), "q_lens": (1,) * 6}
 SUBJECTS: dict[str, Subject] = {
     "decode-m64_bf16": Subject(
@@ -193,6 +199,15 @@ SUBJECTS: dict[str, Subject] = {
         (
             *_cases("blackwell-decode-h64-fp8_block128", *_DECODE_BLACKWELL),
             *_cases("blackwell-decode-h16-fp8_block128-page1", _DECODE_BLACKWELL[0]),
+        ),
+        backend="blackwell",
+    ),
+    "blackwell-prefill-bf16": Subject(
+        "mla_prefill_bf16_kernel",
+        # two query tiles for a work tile; then one, and the order of loads that goes with it
+        (
+            *_cases("blackwell-prefill-192-128", *_PREFILL_BLACKWELL),
+            *_cases("blackwell-prefill-256-256", *_PREFILL_BLACKWELL),
         ),
         backend="blackwell",
     ),

@@ -9,6 +9,7 @@ import torch
 
 from mlakit.tools.compile.configurations import BLACKWELL, BLACKWELL_ARCHS
 from mlakit.tools.emulator import harness
+from mlakit.tools.testing import assert_matches
 
 pytest.importorskip("triton", minversion="3.9", reason="Blackwell's kernels need Triton 3.9")
 SAMPLE = (
@@ -17,7 +18,9 @@ SAMPLE = (
     "blackwell-sparse-h64-fp8_block128",
     "blackwell-decode-h64-bf16",
     "blackwell-decode-h64-fp8_block128",
-)  # one of each kernel
+    "blackwell-prefill-192-128",
+    "blackwell-prefill-256-256",
+)  # one of each kernel, and prefill with one and with two query tiles
 SEEDS = range(5)
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
@@ -131,3 +134,71 @@ def test_rows_of_a_layer_with_others_between_its_pages(kernel, in_emulator):
     results, expected = in_emulator(pages_with_gaps, 7, 70, kernel)
     for result, exact, bound in zip(results, expected, (1e-2, 1e-4, 1e-4), strict=True):
         torch.testing.assert_close(result.double(), exact, atol=bound, rtol=1e-2)
+
+
+PREFILLS: tuple[dict[str, Any], ...] = (
+    {"kv_lens": (0, 0), "q_lens": (3, 200)},
+    {"kv_lens": (127, 128, 257), "q_lens": (127, 128, 257), "sharpness": 0.0},
+    {"kv_lens": (0, 300, 77, 0, 40), "q_lens": (0, 300, 0, 9, 40), "sink": "mixed"},
+    {"kv_lens": (1025, 640), "q_lens": (1, 1), "sharpness": 30.0},
+    {"kv_lens": (90, 130, 1), "q_lens": (140, 300, 129), "mask": "null", "expanded": True},
+    {"kv_lens": (500, 130), "q_lens": (200, 130), "mask": "chunked", "window": 50, "padded": True},
+    {"kv_lens": (600, 5), "q_lens": (400, 5), "sharpness": -2.0, "given_results": True},
+)
+WIDTHS = ((128, 64, 128), (192, 64, 256), (128, 0, 128))
+
+
+def widths_of(d_n: int, d_r: int, d_v: int) -> dict[str, int]:
+    return {"qk_nope_head_dim": d_n, "qk_rope_head_dim": d_r, "v_head_dim": d_v}
+
+
+def prefill(widths: tuple[int, int, int], given: dict[str, Any]) -> harness.Outcome:
+    from mlakit.tools.workloads import PrefillCase
+
+    trial = PrefillCase(heads=2, **widths_of(*widths), **given).trial("cpu")
+    return harness.run_trial(trial, str(given), 0, backend="blackwell")
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("given", PREFILLS, ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_prefill_of_requests_of_any_length(widths, given, in_emulator):
+    outcome = in_emulator(prefill, widths, given)
+    assert outcome.passed, str(outcome)
+
+
+def values_that_are_not_finite(widths: tuple[int, int, int], mask: tuple[str, int]) -> Any:
+    """Return the results, what the oracle says, and what it says in float32."""
+    from mlakit import mla_prefill, reference
+    from mlakit.model.masks import Mask
+    from mlakit.tools.emulator.frontend import emulating_mlakit
+
+    d_n, d_r, d_v = widths
+    starts = [0, 300, 429], [0, 520, 649]
+    generator = torch.Generator().manual_seed(0)
+    q, k_nope, k_rope, v = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((429, 2, d_n + d_r), (649, 2, d_n), (649, d_r), (649, 2, d_v))
+    )
+    v[60, 0, 3], v[260, 1, 2], v[391, 1, 2] = torch.nan, torch.inf, torch.nan
+    v[400, 1], v[519, 0, 0], v[600, 0, d_v - 1] = -torch.inf, torch.inf, torch.nan
+    k_nope[300, 1, 0] = torch.nan
+    given: dict[str, Any] = {"softmax_scale": 0.1, "mask": Mask(*mask)}
+    exact = reference.mla_prefill(q, k_nope, k_rope, v, *starts, **given)
+    naive = reference.mla_prefill(q, k_nope, k_rope, v, *starts, **given, dtype=torch.float32)
+    with emulating_mlakit(arch=BLACKWELL_ARCHS[0]):
+        tensors = (torch.tensor(each, dtype=torch.int32) for each in starts)
+        results = mla_prefill(q, k_nope, k_rope, v, *tensors, **given, backend="blackwell")
+    return results, exact, naive
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("mask", [("causal",), ("null",), ("sliding_window_causal", 333)], ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_values_that_are_not_finite_reach_exactly_the_queries_that_see_them(
+    widths, mask, in_emulator
+):
+    results, exact, naive = in_emulator(values_that_are_not_finite, widths, mask)
+    assert exact[0].isnan().any()
+    for name, result, want, plain in zip(("out", "lse"), results, exact, naive, strict=True):
+        assert_matches(name, result, want, plain)

@@ -43,7 +43,7 @@ def finish_rows(outputs, tile, row_max, row_sum):
 @gluon.jit
 def store_lse(outputs, tile, ROW0: gl.constexpr, lse):
     # opaque: offsets would be kept in registers from tile to tile
-    row = ROW0 + gl.arange(0, 64, lse.type.layout) + opaque_zero()
+    row = ROW0 + gl.arange(0, lse.shape[0], lse.type.layout) + opaque_zero()
     token = (tile.q_row + row).to(gl.int64)
     head = outputs.lse + tile.head.to(gl.int64) * outputs.stride_lse_head
     gl.store(head + token * outputs.stride_lse_token, lse, mask=row < tile.num_rows)
@@ -51,12 +51,18 @@ def store_lse(outputs, tile, ROW0: gl.constexpr, lse):
 
 @gluon.jit
 def store_out(outputs, tile, ROW0: gl.constexpr, acc):
-    LAYOUT: gl.constexpr = store_layout(acc.shape[1])
-    values = gl.convert_layout(acc.to(outputs.out.dtype.element_ty), LAYOUT)
-    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)) + opaque_zero()
-    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    values = acc.to(outputs.out.dtype.element_ty)
+    store_rows(outputs, tile, ROW0, 0, gl.convert_layout(values, store_layout(acc.shape[1])))
+
+
+@gluon.jit
+def store_rows(outputs, tile, ROW0: gl.constexpr, COLUMN: gl.constexpr, values):
+    """Store some columns of results, from COLUMN on, by the threads that have them."""
+    LAYOUT: gl.constexpr = values.type.layout
+    row = gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT)) + opaque_zero()
+    column = COLUMN + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     first = outputs.out + tile.head.to(gl.int64) * outputs.stride_out_head
     first += (tile.q_row + ROW0).to(gl.int64) * outputs.stride_out_token
-    # offsets of 64 rows fit int32 unless rows are 64 MB apart
+    # offsets of 128 rows fit int32 unless rows are 32 MB apart
     at = gl.expand_dims(row * outputs.stride_out_token, 1) + gl.expand_dims(column, 0)
     gl.store(first + at, values, mask=gl.expand_dims(ROW0 + row < tile.num_rows, 1))

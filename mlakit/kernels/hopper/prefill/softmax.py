@@ -23,15 +23,14 @@ def _spread_sum(probs):
 
 
 @gluon.jit
-def _rescale_threshold(row_sum, row_max, LARGEST: gl.constexpr):
-    """Return by how much (log2) a score of each row may exceed row_max.
+def rescale_threshold(row_sum, LARGEST: gl.constexpr):
+    """Return by how much (log2) a score of each row may exceed row_max; row_sum is [rows].
 
     Its probability is then more than 1 and is rounded, where that of row_max is exactly 1. So it
     may be a quarter of the row's sum, and rows of a few large weights would lose accuracy.
     """
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     # the exponent field, less its bias and 2: gl.log2 takes 35 instructions
-    exponent = (total.to(gl.int32, bitcast=True) >> 23) - (127 + 2)
+    exponent = (row_sum.to(gl.int32, bitcast=True) >> 23) - (127 + 2)
     return gl.minimum(gl.maximum(exponent, 0), LARGEST).to(gl.float32)
 
 
@@ -47,7 +46,8 @@ def softmax_of_top(scores, scale_log2):
 def softmax_step(scores, row_max, row_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
     """Return (probabilities, row_max, row_sum, what acc is to be rescaled by)."""
     block_max = gl.max(scores, 1) * scale_log2
-    threshold = _rescale_threshold(row_sum, row_max, RESCALE_THRESHOLD)
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    threshold = rescale_threshold(total, RESCALE_THRESHOLD)
     new_max = next_row_max(row_max, block_max, threshold)
     rescale = gl.exp2(row_max - new_max)
     probs = gl.exp2(scores * scale_log2 - gl.expand_dims(new_max, 1))

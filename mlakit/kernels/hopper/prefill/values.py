@@ -36,7 +36,7 @@ def masking_warps(schedule, tiles, values, flags):
             start = block_start(schedule, tile, block)
             mbarrier.wait(values.full.index(stage), phase)
             if is_masked(schedule, tile, start):
-                is_flagged = _zero_non_finite(
+                is_flagged = zero_non_finite(
                     values.tiles.index(stage), tile.first - start, tile.end - start
                 )
                 if is_flagged > 0:
@@ -53,7 +53,7 @@ def masking_warps(schedule, tiles, values, flags):
 
 
 @gluon.jit
-def _zero_non_finite(values, first, end):
+def zero_non_finite(values, first, end):
     """Zero what is not finite; return 1 if it was in one of the rows [first, end), else 0."""
     EXPONENT: gl.constexpr = 0x7F80 if values.dtype == gl.bfloat16 else 0x7C00
     UNIT: gl.constexpr = EXPONENT & -EXPONENT  # the lowest bit of the exponent

@@ -1,0 +1,1 @@
+"""Expanded (multi-head) MLA prefill; `launch` is the entry point."""
