@@ -162,11 +162,11 @@ def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
 
 def _offer(backend: Backend) -> str:
     """Return what `auto` needs to take a backend's kernels; "" if nothing."""
-    kernels = [
+    kernels = dict.fromkeys(
         spec.kernel or spec.op
         for spec in selection.SPECS
         if spec.backend == backend and spec.variant is not None
-    ]
+    )
     if not kernels:
         return ""
     arch = arch_of(torch.device("cuda", torch.cuda.current_device()))

@@ -2,7 +2,8 @@
 
 `mla_decode` has six kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
 when a small_m kernel is faster (`why_slower`). `mla_prefill`, `indexer_logits` and `scaled_mm_fp8`
-have one. `sparse_mla` has one per kind of cache row, and another for few heads over FP8 rows.
+have one. `sparse_mla` has one per kind of cache row, and others for few heads over FP8 and four-bit
+rows.
 """
 
 from __future__ import annotations
@@ -230,6 +231,7 @@ _SPARSE_FORMATS: dict[str, dict[str, tuple[str, ...]]] = {
         "fp8_block128": ("torch.bfloat16",),
         "fp8_token": ("torch.bfloat16",),
     },
+    "small_m_fp4_kv": FP4_FORMATS,
 }
 
 
@@ -253,7 +255,9 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
             return f"needs rows of {needed}, got {got}"
         if kernel != "m64_bf16" or problem.format in SPLIT_FORMATS:
             taken = [(D_C, D_R), (D_C, 0)]
-            if _traits(problem).HAS_E8M0_SCALES:
+            if _traits(problem).IS_E2M1:
+                taken = [(D_C, D_R)]
+            elif _traits(problem).HAS_E8M0_SCALES:
                 taken = [(SPARSE_D_V - D_R, D_R)]
             if (row.kv_lora_rank, row.qk_rope_head_dim) not in taken:
                 needed = " or ".join(f"{columns} + {rope}" for columns, rope in taken)
@@ -276,13 +280,16 @@ def _why_slower_sparse_m64(problem: Problem) -> str | None:
 
 
 def _sparse(kernel: str) -> KernelSpec:
+    slower = {"m64_fp8_kv": _why_slower_sparse_m64, "small_m_fp4_kv": _why_slower_small_m_fp4_kv}
     return KernelSpec(
         "hopper",
         "sparse_mla",
         f"{__package__}.sparse.launch:sparse_mla",
         _sparse_takes(kernel),
         kernel=kernel,
-        why_slower=_why_slower_sparse_m64 if kernel == "m64_fp8_kv" else None,
+        why_slower=slower.get(kernel),
+        # no GPU has run it yet: `auto` takes it where a check on that machine has passed
+        variant=_fp4_variant if kernel == "small_m_fp4_kv" else None,
     )
 
 

@@ -395,6 +395,11 @@ HOPPER: dict[str, Case] = {
     "hopper-sparse-h16-fp8_block128": _sparse("fp8_block128", 16, with_lens=False),
     "hopper-sparse-h32-fp8_block128-extra": _sparse("fp8_block128", 32, topk=512, **SECOND_CACHE),
     "hopper-sparse-h8-fp8_token": _sparse("fp8_token", 8),
+    "hopper-sparse-h16-mxfp4_block32": _sparse("mxfp4_block32", 16, with_lens=False),
+    "hopper-sparse-h8-mxfp4_block32": _sparse("mxfp4_block32", 8, padded=True, q_rope_dtype="bf16"),
+    "hopper-sparse-h32-mxfp4_block32-extra": _sparse(
+        "mxfp4_block32", 32, topk=512, **{**SECOND_CACHE, "extra_format": "mxfp4_block32"}
+    ),
     "hopper-sparse-fp8_block64": _sparse(
         "fp8_block64", 64, extra_format="fp8_block64", extra_page_size=2, extra_topk=64
     ),

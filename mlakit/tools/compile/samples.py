@@ -35,6 +35,7 @@ OF_HOPPER = (
     "hopper-sparse-h128-bf16",
     "hopper-sparse-fp8_block128-extra",
     "hopper-sparse-h16-fp8_block128",
+    "hopper-sparse-h16-mxfp4_block32",
     "hopper-scaled-mm-256x128",
     "hopper-scaled-mm-swapped-32",
     "hopper-prefill-192-128",

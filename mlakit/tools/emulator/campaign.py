@@ -161,6 +161,14 @@ SUBJECTS: dict[str, Subject] = {
         # with 8 heads there are more stages
         _cases("hopper-sparse-h16-fp8_block128", *_SPARSE, {"heads": 8, "topk": 1024}),
     ),
+    "sparse-small_m_fp4_kv": Subject(
+        "sparse_mla_small_m_fp4_kv_kernel",
+        # with 32 heads there is one stage less
+        (
+            *_cases("hopper-sparse-h16-mxfp4_block32", *_SPARSE),
+            *_cases("hopper-sparse-h32-mxfp4_block32-extra", {"topk": 400, "num_splits": 1}),
+        ),
+    ),
     "blackwell-sparse-m128_bf16": Subject(
         "sparse_mla_m128_bf16_kernel",
         _cases("blackwell-sparse-h128-bf16", *_SPARSE_BLACKWELL),

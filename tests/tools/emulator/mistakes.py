@@ -131,6 +131,15 @@ TELLING = {
         ),
         "Race",
     ),
+    "sparse small_m_fp4_kv: a raw stage is copied before it is empty": Telling(
+        _case("sparse-small_m_fp4_kv"),
+        dropped(
+            "sparse.small_m_fp4_kv",
+            "_gather_warpgroup",
+            "mbarrier.wait(raw.empty.index(stage), phase ^ 1)",
+        ),
+        "Race",
+    ),
     "prefill bf16: values are used before they are clean": Telling(
         _case("prefill-bf16"),
         dropped("prefill.bf16", "_step", "mbarrier.wait(values.clean.index(v_stage), v_phase)"),

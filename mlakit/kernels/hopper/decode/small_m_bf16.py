@@ -75,15 +75,14 @@ from mlakit.kernels.hopper.device.softmax import INITIAL_ROW_MAX, Logits, mask_s
 
 
 @gluon.jit
-def _qk(inputs, query, pipelines, stage, phase, rope_stage, rope_phase, LAYOUT: gl.constexpr):
-    """Scores of a block, [64 keys, heads]; releases its rotated columns."""
+def qk_block(inputs, query, pipelines, stage, phase, rope_stage, LAYOUT: gl.constexpr):
+    """Scores of a block, [64 keys, heads], whose rotated columns are there; releases these."""
     latent, rope = pipelines.latent, pipelines.rope
     TILES: gl.constexpr = latent.TILES_PER_STAGE
     HEADS: gl.constexpr = query.rope.shape[1]
     zero = opaque_zero()
     COUNT: gl.constexpr = query.latent.shape[0]
     zeros = gl.zeros([64, HEADS], gl.float32, LAYOUT)
-    wait_block(inputs, rope.full.index(rope_stage), rope_phase)
     q = query.rope.index(zero).permute((1, 0))
     pending = warpgroup_mma(rope.tiles.index(rope_stage), q, zeros, use_acc=False, is_async=True)
     for d in gl.static_range(COUNT):
@@ -100,7 +99,7 @@ def _qk(inputs, query, pipelines, stage, phase, rope_stage, rope_phase, LAYOUT: 
 
 
 @gluon.jit
-def _pv(probs, latent, stage, phase, acc, rescale, num_valid):
+def pv_block(probs, latent, stage, phase, acc, rescale, num_valid):
     """acc · rescale + Vᵀ·Pᵀ of a block whose first `num_valid` keys exist; releases its stages.
 
     probs  P in shared memory, [1, heads, 64 keys]
@@ -130,6 +129,20 @@ def _pv(probs, latent, stage, phase, acc, rescale, num_valid):
 
 
 @gluon.jit
+def softmax_block(scores, scale, row_max, row_sum, probs):
+    """Store the probabilities of a block; return (row_max, row_sum, rescale) with its scores.
+
+    row_sum  [64, heads] of every 64th key, until the end of the work tile
+    """
+    new_max = gl.maximum(row_max, gl.max(scores, 0) * scale)
+    rescale = gl.expand_dims(gl.exp2(row_max - new_max), 0)
+    exponentials = gl.exp2(scores * scale - gl.expand_dims(new_max, 0))
+    probs.index(0).permute((1, 0)).store(exponentials.to(probs.dtype))
+    fence_async_shared()
+    return new_max, row_sum * rescale + exponentials, rescale
+
+
+@gluon.jit
 def consumer(item, index, inputs, scheduler, outputs, query, probs, pipelines, logits):
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
@@ -151,17 +164,12 @@ def consumer(item, index, inputs, scheduler, outputs, query, probs, pipelines, l
         row_sum = gl.zeros([64, HEADS], gl.float32, LAYOUT)  # of every 64th key, until the end
         mbarrier.wait(query.full, tiles_done & 1)
         for block in range(keys.first_block, keys.end_block):
-            scores = _qk(inputs, query, pipelines, stage, phase, rope_stage, rope_phase, LAYOUT)
+            wait_block(inputs, rope.full.index(rope_stage), rope_phase)
+            scores = qk_block(inputs, query, pipelines, stage, phase, rope_stage, LAYOUT)
             rope_stage, rope_phase = advance(rope, rope_stage, rope_phase)
             scores = mask_scores(scores, block, keys, 0, logits)
-            new_max = gl.maximum(row_max, gl.max(scores, 0) * logits.scale)
-            rescale = gl.expand_dims(gl.exp2(row_max - new_max), 0)
-            exponentials = gl.exp2(scores * logits.scale - gl.expand_dims(new_max, 0))
-            probs.index(0).permute((1, 0)).store(exponentials.to(probs.dtype))
-            fence_async_shared()
-            row_sum = row_sum * rescale + exponentials
-            row_max = new_max
-            acc, stage, phase = _pv(
+            row_max, row_sum, rescale = softmax_block(scores, logits.scale, row_max, row_sum, probs)
+            acc, stage, phase = pv_block(
                 probs, latent, stage, phase, acc, rescale, keys.end - block * 64
             )
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.decode.arguments import VARYING
 from mlakit.kernels.hopper.decode.scheduler import (
@@ -39,44 +39,25 @@ from mlakit.kernels.hopper.decode.scheduler import (
     next_tile,
 )
 from mlakit.kernels.hopper.decode.small_m_bf16 import consumer
-from mlakit.kernels.hopper.device.compat import record
-from mlakit.kernels.hopper.device.fp4_rows import (
-    CODE_WORDS,
-    SCALE_WORDS,
-    WORDS,
-    convert_half,
-    load_factors,
-    store_half,
+from mlakit.kernels.hopper.device.fp4_rows import CODE_WORDS, SCALE_WORDS
+from mlakit.kernels.hopper.device.fp4_stages import (
+    HALVES,
+    alloc_latent_stages,
+    alloc_raw_stages,
+    dequantise_block,
+    first_target,
 )
 from mlakit.kernels.hopper.device.paged_loads import load_block, lookup_block, rows_of_block
 from mlakit.kernels.hopper.device.pipeline import (
     D_TILE,
     D_TILES,
     KVPipelines,
-    Pipeline,
     Query,
-    advance,
     alloc_pipeline,
     next_stage,
 )
-from mlakit.kernels.hopper.device.primitives import (
-    SMEM_16BIT,
-    alloc_barrier,
-    alloc_stage_barriers,
-)
+from mlakit.kernels.hopper.device.primitives import SMEM_16BIT, alloc_barrier
 from mlakit.kernels.hopper.device.softmax import Logits
-
-HALVES = gl.constexpr(2)  # of a row's latent columns: a tile of codes, a stage of bf16
-
-
-@record
-class RawStages:
-    """Codes and scales of blocks, as the cache has them."""
-
-    codes: object  # [STAGES · HALVES, 64, CODE_WORDS]
-    scales: object  # [STAGES, 64, SCALE_WORDS]
-    full: object
-    empty: object
 
 
 @gluon.jit
@@ -111,22 +92,13 @@ def _producer(item, index, inputs, scheduler, kv_scales, raw, rope, ROPE_COLUMN:
 def _dequantiser(item, index, inputs, scheduler, raw, latent, HALF: gl.constexpr):
     """Run a warpgroup that converts half of the columns of every block."""
     stage, phase = item * 0, item * 0
-    target, target_phase = advance(latent, item * 0, item * 0, HALF)
+    target, target_phase = first_target(latent, item * 0, HALF)
     while item < scheduler.last_item:
         keys = key_range(inputs, scheduler, item, index)
         for _ in range(keys.first_block, keys.end_block):
-            mbarrier.wait(raw.full.index(stage), phase)
-            codes = raw.codes.index(stage * HALVES + HALF).load(WORDS)
-            factors = load_factors(raw.scales.index(stage), HALF)
-            values = convert_half(codes, factors)
-            fence_async_shared()  # threads have read the stage, which TMA writes again
-            mbarrier.arrive(raw.empty.index(stage), count=1)
-            stage, phase = next_stage(raw, stage, phase)
-            mbarrier.wait(latent.empty.index(target), target_phase ^ 1)
-            store_half(latent.tiles, target, values)
-            fence_async_shared()
-            mbarrier.arrive(latent.full.index(target), count=1)
-            target, target_phase = advance(latent, target, target_phase, HALVES)
+            stage, phase, target, target_phase = dequantise_block(
+                raw, latent, stage, phase, target, target_phase, HALF
+            )
         item, index = next_tile(scheduler, item, index + gl.num_programs(0))
 
 
@@ -162,26 +134,10 @@ def mla_decode_small_m_fp4_kv_kernel(
     NONE: gl.constexpr = None
     ROWS: gl.constexpr = TRAITS.ROWS
     ROPE_COLUMN: gl.constexpr = TRAITS.ROPE_COLUMN
-    full, empty = alloc_stage_barriers(CONFIG.RAW_STAGES, 1, HALVES)
-    raw = RawStages(
-        codes=gl.allocate_shared_memory(
-            gl.int32, [CONFIG.RAW_STAGES * HALVES, 64, CODE_WORDS], kv.layout
-        ),
-        scales=gl.allocate_shared_memory(
-            gl.int32, [CONFIG.RAW_STAGES, 64, SCALE_WORDS], kv_scales.layout
-        ),
-        full=full,
-        empty=empty,
-    )
-    full, empty = alloc_stage_barriers(CONFIG.STAGES, 1, 1)
-    latent = Pipeline(
-        tiles=gl.allocate_shared_memory(
-            gl.bfloat16, [CONFIG.STAGES * HALVES, 64, D_TILE], SMEM_16BIT
-        ),
-        full=full,
-        empty=empty,
-        TILES_PER_STAGE=D_TILES // HALVES,
-    )
+    CODES: gl.constexpr = kv.layout
+    SCALES: gl.constexpr = kv_scales.layout
+    raw = alloc_raw_stages(CONFIG.RAW_STAGES, CODES, SCALES, 1)
+    latent = alloc_latent_stages(CONFIG.STAGES)
     rope = alloc_pipeline(CONFIG.RAW_STAGES, 64, kv_rope, CONSUMERS=1)
     pipelines = KVPipelines(latent, rope, NONE, NONE)
     query = Query(

@@ -42,10 +42,10 @@ def producer_arrivals(words):
 
 @gluon.constexpr_function
 def gather_layout(width):
-    """Return [64, 16 or 32 words]: 16 bytes per thread, which has the same rows of either width."""
+    """Return [64, 4, 16 or 32 words]: 16 bytes per thread, which has the same rows of any width."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16 if width == 32 else 0], [1, 0], [2, 0]],
+        lane_bases=[*([0, n if n < width else 0] for n in (4, 8, 16)), [1, 0], [2, 0]],
         warp_bases=[[4, 0], [8, 0]],
         block_bases=[],
         shape=[64, width],

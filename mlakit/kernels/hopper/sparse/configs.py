@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mlakit.formats import FormatTraits
 from mlakit.kernels.hopper.decode.configs import SMALL_M_HEADS, small_m_tiles
+from mlakit.kernels.hopper.decode.configs import small_m_fp4_kv_config as fp4_decode_config
 from mlakit.kernels.hopper.decode.configs import small_m_fp8_kv_config as decode_config
 
 D_V = 512  # columns of a result
@@ -87,7 +88,7 @@ class SmallMFp8KvConfig(NamedTuple):
 
 def head_tile(kernel: str, heads: int) -> int:
     """Heads of a work tile."""
-    return small_m_tiles(heads, 1).rows if kernel == "small_m_fp8_kv" else HEAD_TILE
+    return small_m_tiles(heads, 1).rows if kernel.startswith("small_m") else HEAD_TILE
 
 
 def small_m_fp8_kv_config(format: FormatTraits, heads: int, has_rope: bool) -> SmallMFp8KvConfig:
@@ -104,3 +105,19 @@ def small_m_fp8_kv_config(format: FormatTraits, heads: int, has_rope: bool) -> S
         GATHER_REGISTERS=gather,
         MAX_REGISTERS=128,
     )
+
+
+class SmallMFp4KvConfig(NamedTuple):
+    HEADS: int  # of a work tile
+    STAGES: int  # of bf16, 64 entries x 256 columns each
+    RAW_STAGES: int  # of blocks as the cache has them, and of rotated columns
+    DEQUANT_REGISTERS: int = 104  # of each dequantising warpgroup; the consumer has the rest
+    GATHER_REGISTERS: int = 56
+    MAX_REGISTERS: int = 128
+
+
+def small_m_fp4_kv_config(heads: int) -> SmallMFp4KvConfig:
+    """Return the config with the stages of the decode kernel, whose shared memory this one has."""
+    tile = head_tile("small_m_fp4_kv", heads)
+    stages = fp4_decode_config(tile)
+    return SmallMFp4KvConfig(tile, stages.STAGES, stages.RAW_STAGES)

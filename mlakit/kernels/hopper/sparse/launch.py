@@ -33,12 +33,14 @@ from mlakit.kernels.hopper.sparse.configs import (
     head_tile,
     m64_bf16_config,
     m64_fp8_kv_config,
+    small_m_fp4_kv_config,
     small_m_fp8_kv_config,
     tail_start,
 )
 from mlakit.kernels.hopper.sparse.fp8_scales import row_scale_arguments
 from mlakit.kernels.hopper.sparse.m64_bf16 import sparse_mla_m64_bf16_kernel
 from mlakit.kernels.hopper.sparse.m64_fp8_kv import sparse_mla_m64_fp8_kv_kernel
+from mlakit.kernels.hopper.sparse.small_m_fp4_kv import sparse_mla_small_m_fp4_kv_kernel
 from mlakit.kernels.hopper.sparse.small_m_fp8_kv import sparse_mla_small_m_fp8_kv_kernel
 from mlakit.kernels.launch import launch, target
 
@@ -48,9 +50,15 @@ KERNELS: dict[str, tuple[Any, Any]] = {
     "m64_fp8_kv": (sparse_mla_m64_fp8_kv_kernel, m64_fp8_kv_config),
     # by the format of rows, and heads
     "small_m_fp8_kv": (sparse_mla_small_m_fp8_kv_kernel, small_m_fp8_kv_config),
+    "small_m_fp4_kv": (sparse_mla_small_m_fp4_kv_kernel, small_m_fp4_kv_config),  # by heads
 }
 # list entries of the tiles that `pick_sparse_splits` counts: a split has two of them or more
-LIST_TILES = {"m64_bf16": PAIR, "m64_fp8_kv": BLOCK, "small_m_fp8_kv": PAIR}
+LIST_TILES = {
+    "m64_bf16": PAIR,
+    "m64_fp8_kv": BLOCK,
+    "small_m_fp8_kv": PAIR,
+    "small_m_fp4_kv": PAIR,
+}
 
 
 def sparse_mla(
@@ -129,13 +137,15 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
 def _config_arguments(kernel: str, a: SparseArguments, heads: int) -> tuple[object, ...]:
     if kernel == "m64_bf16":
         return (a.extra is not None,)
+    if kernel == "small_m_fp4_kv":
+        return (heads,)
     has_rope = a.layer.codec.row.qk_rope_head_dim > 0
     return (a.layer.codec.traits, heads, has_rope) if kernel == "small_m_fp8_kv" else (has_rope,)
 
 
 def _scale_arguments(kernel: str, a: SparseArguments) -> ScaleArguments:
     scale = scale_log2(a.softmax_scale)
-    if kernel == "m64_bf16":
+    if kernel in ("m64_bf16", "small_m_fp4_kv"):  # no scales, or inside of rows
         return ScaleArguments(scale, None, None)
     extra = None if a.extra is None else row_scale_arguments(a.extra)
     return ScaleArguments(scale, row_scale_arguments(a.layer), extra)

@@ -53,10 +53,9 @@ from mlakit.kernels.hopper.decode.small_m_fp8_kv_softmax import (
     sum_pairs,
     sum_tile,
 )
-from mlakit.kernels.hopper.device.compat import copy_words, record, reinterpret, tma_load
+from mlakit.kernels.hopper.device.compat import record
 from mlakit.kernels.hopper.device.epilogue import finish_rows, store_acc
 from mlakit.kernels.hopper.device.fp8_convert import FP16_TARGET, acc_columns
-from mlakit.kernels.hopper.device.paged_loads import gather_layout
 from mlakit.kernels.hopper.device.pipeline import (
     D_TILE,
     D_TILES,
@@ -73,7 +72,6 @@ from mlakit.kernels.hopper.device.primitives import (
     alloc_vector,
     allow_dependents,
     opaque_zero,
-    smem_layout,
 )
 from mlakit.kernels.hopper.device.row_scales import alloc_scale_stages, store_scalar
 from mlakit.kernels.hopper.device.softmax import NEG_INF, apply_sign
@@ -87,14 +85,12 @@ from mlakit.kernels.hopper.sparse.fp8_rows import (
     load_scales,
 )
 from mlakit.kernels.hopper.sparse.lists import (
-    WorkTile,
     block_range,
     load_ids,
     make_work,
     row_pointers,
     valid_slots,
 )
-from mlakit.kernels.hopper.sparse.lists import locate_tile as locate_m64_tile
 from mlakit.kernels.hopper.sparse.m64_fp8_kv_dequant import (
     Position,
     alloc_block_counts,
@@ -102,18 +98,15 @@ from mlakit.kernels.hopper.sparse.m64_fp8_kv_dequant import (
     write_count,
 )
 from mlakit.kernels.hopper.sparse.m64_fp8_kv_query import QueryTiles
-
-WORDS = gl.constexpr(gather_layout(32))
-LISTED_KEYS = gl.constexpr(gl.SliceLayout(1, gather_layout(32)))
-WORD_TILE = gl.constexpr(smem_layout(32, 32))
-QUERY_TILE = gl.constexpr(smem_layout(128, 16))
-
-
-@record
-class Gathered:
-    """The listed rows, in place of `decode.scheduler.Inputs`; TMA does not load them."""
-
-    words: object
+from mlakit.kernels.hopper.sparse.small_m import (
+    LISTED_KEYS,
+    QUERY_TILE,
+    WORD_TILE,
+    Gathered,
+    copy_rows,
+    load_query,
+    locate_tile,
+)
 
 
 @record
@@ -133,40 +126,6 @@ class Operands:
     scale_log2: object
     SIGN: object
     FORMAT: object
-
-
-@gluon.jit
-def _locate_tile(work, tokens, tile, HEADS: gl.constexpr):
-    """Return the work tile as `decode.epilogue` takes it; its results are in row `token`."""
-    at = locate_m64_tile(work, tokens, tile)
-    first_head = at.first_head // (64 // HEADS)
-    return WorkTile(at.row, at.token, first_head, -1), WorkTile(at.row, at.row, first_head, -1)
-
-
-@gluon.jit
-def _load_query(q, work, tokens, tile, query):
-    """Start to load the queries of a work tile; zeros past the last head."""
-    HEADS: gl.constexpr = query.latent.shape[1]
-    at, _ = _locate_tile(work, tokens, tile, HEADS)
-    ROPE: gl.constexpr = 0 if query.rope is None else 64
-    mbarrier.expect(query.full, HEADS * (D_TILES * D_TILE + ROPE) * 2)
-    if query.rope is not None:
-        rope = reinterpret(query.rope.index(0), q.rope.dtype, q.rope.block_shape, q.rope.layout)
-        tma_load(q.rope, [at.token, at.first_head, 0], query.full, rope)
-    for d in gl.static_range(D_TILES):
-        latent = reinterpret(
-            query.latent.index(d), q.values.dtype, q.values.block_shape, q.values.layout
-        )
-        tma_load(q.values, [at.token, at.first_head, d * D_TILE], query.full, latent)
-
-
-@gluon.jit
-def _copy_rows(start, is_valid, WORD: gl.constexpr, smem):
-    """Start to copy 128 bytes of each row of a block; zeros for invalid entries."""
-    at = gl.expand_dims(start, 1)
-    at += gl.expand_dims(WORD + gl.arange(0, 32, gl.SliceLayout(0, WORDS)), 0)
-    words = reinterpret(smem, gl.int32, [64, 32], WORD_TILE)
-    copy_words(words, at, mask=gl.expand_dims(is_valid, 1))
 
 
 @gluon.jit
@@ -216,13 +175,13 @@ def _gather_warpgroup(work, row_scales, pipelines, block_counts, FORMAT: gl.cons
             scale_ids = load_ids(work, blocks, block + 1, SCALE_KEYS)
             mbarrier.wait(rope.empty.index(rope_stage), rope_phase ^ 1)
             if rope.tiles is not None:
-                _copy_rows(start, is_valid, ROPE_WORD, rope.tiles.index(rope_stage))
+                copy_rows(start, is_valid, ROPE_WORD, rope.tiles.index(rope_stage))
                 async_copy.mbarrier_arrive(rope.full.index(rope_stage), increment_count=False)
             for fill in gl.static_range(D_TILES // TILES):
                 mbarrier.wait(latent.empty.index(stage), phase ^ 1)
                 for i in gl.static_range(TILES):
                     smem = latent.tiles.index(stage * TILES + i)
-                    _copy_rows(start, is_valid, 32 * (fill * TILES + i), smem)
+                    copy_rows(start, is_valid, 32 * (fill * TILES + i), smem)
                 async_copy.mbarrier_arrive(latent.full.index(stage), increment_count=False)
                 stage, phase = advance(latent, stage, phase)
             _store_scales(pipelines.scales, rope_stage, scales, FORMAT)
@@ -253,7 +212,7 @@ def _qk_softmax_warpgroup(warpgroup, operands):
     blocks_done = tile * 0
     step = gl.num_programs(0)
     if INDEX == 0:
-        _load_query(operands.q, work, tokens, tile, query)
+        load_query(operands.q, work, tokens, tile, query)
     # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
     for _ in tl.range(0, (work.num_tiles - tile + step - 1) // step, disable_licm=True):
         row_sum = sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
@@ -303,8 +262,8 @@ def _qk_softmax_warpgroup(warpgroup, operands):
         next_tile = tile + step
         if INDEX == 0:
             if next_tile < work.num_tiles:
-                _load_query(operands.q, work, tokens, next_tile, query)
-            at, _ = _locate_tile(work, tokens, tile, HEADS)
+                load_query(operands.q, work, tokens, next_tile, query)
+            at, _ = locate_tile(work, tokens, tile, HEADS)
             head = at.first_head + gl.arange(0, HEADS, ROW)
             lse, out_scale = finish_rows(at, outputs, operands.heads, head, row_max, row_sum)
             max_logit = gl.where(row_sum == 0.0, NEG_INF, row_max)
@@ -337,7 +296,7 @@ def _pv_warpgroup(work, tokens, heads, outputs, probs, pipelines, block_counts):
         out_scale = probs.out_scale.load(gl.SliceLayout(0, LAYOUT))
         mbarrier.arrive(probs.out_scale_empty, count=1)
         tiles_done += 1
-        _, at = _locate_tile(work, tokens, tile, HEADS)
+        _, at = locate_tile(work, tokens, tile, HEADS)
         store_acc(at, outputs, heads, acc, 0, 1, acc_columns(LAYOUT), out_scale)
         tile += step
 
