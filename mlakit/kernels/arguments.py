@@ -74,7 +74,7 @@ class CompressArguments(NamedTuple):
     kv: Tensor  # [tokens, columns]
     gate: Tensor  # [tokens, columns]
     bias: Tensor  # [rate, columns]
-    gamma: Tensor  # [D]
+    gamma: Tensor | None  # [D]; None: rows are not normalised
     freqs: Tensor | None  # [positions, D_R]; None: rows are not rotated
     layer: WrittenLayer
     page_table: PageTable  # of windows
@@ -85,6 +85,7 @@ class CompressArguments(NamedTuple):
     rate: int
     overlap: bool
     keep: int  # newest tokens that a later step may take back
+    state_pages_repeat: bool  # a step may write states that it reads
     epsilon: float
     power_of_two_scales: bool
     backend: str

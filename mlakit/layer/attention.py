@@ -16,7 +16,7 @@ from mlakit.dispatch.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.dispatch.knobs import Backend
 from mlakit.formats import Format
 from mlakit.layer.config import LayerConfig
-from mlakit.layer.indexer import LightningIndexer
+from mlakit.layer.indexer import IndexCache, LightningIndexer
 from mlakit.layer.linear import Activations, Linear, RMSNorm, frozen, keep_dtype
 from mlakit.layer.prepared import PreparedWeights
 from mlakit.layer.rotary import RopeTable
@@ -31,6 +31,7 @@ from mlakit.steps import (
     CachedBatch,
     IndexInputs,
     LayerWeights,
+    PooledKeyCache,
     StepPlan,
     decode_branch,
     mla_step,
@@ -214,7 +215,7 @@ class MLAAttention(nn.Module):
         batch: CachedBatch,
         *,
         plan: AnyPlan | None = None,
-        index_cache: PagedLatentCache | None = None,
+        index_cache: IndexCache | None = None,
         index_layer: int | None = None,
         rows: Tensor | None = None,
         positions: Tensor | None = None,
@@ -229,11 +230,13 @@ class MLAAttention(nn.Module):
                      one new token per request. A plan of `mla_decode` (`plan_mla_decode`, an
                      `EvenSplit`) makes all requests decode. In a CUDA graph a `StepPlan` would keep
                      the lengths of the capture
-        index_cache  the indexer's cache of keys, in pages like the batch's cache; None for a layer
-                     without an indexer
+        index_cache  the indexer's cache of keys, in pages like the batch's cache: what its
+                     `allocate_index_cache` returns, or a cache like it; None for a layer without an
+                     indexer
         index_layer  this layer's number in it; None: that of the batch
         rows         [tokens, index_topk] int32. A layer with an indexer writes its selection here;
-                     a layer that shares the selection of another reads it
+                     a layer that shares the selection of another reads it. Where index keys are
+                     pooled, it has `PooledKeys.listed` columns
         positions    [tokens] of the new tokens, which the indexer and Mistral 4 need; None: from
                      the batch's lengths, with some kernels that layers can save by sharing them
         max_kv_len   at least every kv_len, for the indexer; None: the plan's, or what the page
@@ -356,7 +359,7 @@ class MLAAttention(nn.Module):
         self,
         x: Activations,
         positions: Tensor | None,
-        index: PagedLatentCache | None,
+        index: IndexCache | None,
         index_layer: int,
         *,
         backend: Backend,
@@ -430,25 +433,30 @@ class MLAAttention(nn.Module):
         """Return whether no query sees more than index_topk keys, and so may attend to all."""
         if rows is not None or not isinstance(plan, StepPlan):
             return False
+        if self.config.index_pool > 1 and not self.config.selects_tail:
+            return False  # a query sees more than it may attend to
         return max(plan.kv_lens, default=0) <= self.config.geometry.index_topk
 
     def _checked_keys(
-        self, dims: Dims, cache: PagedLatentCache | None, batch: CachedBatch
-    ) -> PagedLatentCache | None:
+        self, dims: Dims, cache: IndexCache | None, batch: CachedBatch
+    ) -> IndexCache | None:
         """The indexer's cache: its pages are those of the batch's cache. None: no indexer."""
         if self.indexer is None:
             must = "be None for a layer without an indexer"
             dims.require(cache is None, "index_cache", must, type(cache).__name__)
             return None
-        if not isinstance(cache, PagedLatentCache):
+        kind = PagedLatentCache if self.config.index_pool == 1 else PooledKeyCache
+        if not isinstance(cache, kind):
             got = type(cache).__name__
-            raise TypeError(f"{NAME}: index_cache must be a PagedLatentCache, got {got}")
+            raise TypeError(f"{NAME}: index_cache must be a {kind.__name__}, got {got}")
         width, pages = self.config.geometry.index_head_dim, batch.cache.page_size
         row = cache.row
         must = f"have rows of {width} columns without rope columns"
         dims.require((row.width, row.qk_rope_head_dim) == (width, 0), "index_cache", must, row)
         must = f"have pages of {pages} tokens, like the latent cache"
-        dims.require(cache.page_size == pages, "index_cache", must, cache.page_size)
+        keys = cache.keys if isinstance(cache, PooledKeyCache) else cache
+        tokens = keys.page_size * self.config.index_pool
+        dims.require(tokens == pages, "index_cache", must, tokens)
         return cache
 
     def _check_dtype(self, dims: Dims, x: Tensor) -> None:

@@ -179,12 +179,16 @@ def load_layer(
     _refuse_unknown(made, files, prefix)
     heads_of = range(rank * config.geometry.num_heads, (rank + 1) * config.geometry.num_heads)
     for name, part in _leaves(made):
-        _Reader(dims, files, f"{prefix}{name}.", dtype, device).fill(
-            part, _cut(whole, name, heads_of), whole_bias=name != "o_proj" or rank == 0
-        )
+        reader = _Reader(dims, files, f"{prefix}{name}.", dtype, device)
+        if "weight" in part._parameters:
+            is_whole = name != "o_proj" or rank == 0
+            reader.fill(part, _cut(whole, name, heads_of), whole_bias=is_whole)
+        else:
+            for own, known in list(part.named_parameters(recurse=False)):
+                setattr(part, own, reader.numbers(own, tuple(known.shape)))
     if made.sinks is not None:
         reader = _Reader(dims, files, prefix, torch.float32, device)
-        made.sinks = reader.numbers("sinks", heads, slice(heads_of.start, heads_of.stop))
+        made.sinks = reader.numbers("sinks", (heads,), slice(heads_of.start, heads_of.stop))
     return made
 
 
@@ -296,9 +300,9 @@ class _Reader:
         if part._parameters.get("bias") is not None or self._has("bias"):
             part.bias = self._bias(shape[0], cut, dtype, is_zero=not whole_bias)
 
-    def numbers(self, name: str, size: int, own: slice) -> nn.Parameter:
-        """Some of the `size` numbers of a vector."""
-        self._require_shape(name, (size,), "for this config")
+    def numbers(self, name: str, shape: tuple[int, ...], own: slice = slice(None)) -> nn.Parameter:
+        """Some of the rows, or numbers, of a parameter that no module of its own has."""
+        self._require_shape(name, shape, "for this config")
         found = self._read(name, _Cut(rows=own))
         self._require_float(name, found)
         return self._put(found, self._dtype)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mlakit.dispatch.checks import Dims, UnsupportedError
 from mlakit.model.config import ConfigFields, config_path, read_config
 from mlakit.model.geometry import MLAGeometry, Rope
-from mlakit.model.releases import ALIASES, HY4, RELEASES, is_longcat_type
+from mlakit.model.releases import ALIASES, GLM5_NEXT, HY4, RELEASES, is_longcat_type
 from mlakit.model.v4 import is_v4
 
 NORM_EPSILON = 1e-6
@@ -31,8 +31,9 @@ class QueryScale:
 class LayerConfig:
     """One attention layer: its sizes, and the choices in which models differ.
 
-    epsilon        of the RMSNorm of the latents. vLLM takes the config's `rms_norm_eps`;
-                   DeepSeek's code and transformers take 1e-6, the default here
+    epsilon        of the RMSNorm of the latents. vLLM takes the config's `rms_norm_eps`, and so
+                   does transformers for GLM-5.3-Flash. DeepSeek's code and, for other models,
+                   transformers take 1e-6, the default here
     has_bias       `attention_bias`: q_a_proj, kv_a_proj_with_mqa and o_proj have a bias
     q_factor       the query is multiplied by it (LongCat: sqrt(hidden_size / q_lora_rank))
     latent_factor  the normalised latent is multiplied by it, before it is cached (LongCat)
@@ -46,6 +47,8 @@ class LayerConfig:
     index_epsilon  of the norm of its keys
     index_rms_norm its keys pass an RMSNorm, not a LayerNorm (LongCat)
     init_tokens, local_tokens   first and last keys of a query that are always selected (LongCat)
+    index_pool     tokens of a pool, which has one index key (GLM-5.3-Flash)
+    selects_tail   whether a query attends to the tokens after its last complete pool, too
     index_hadamard whether the indexer multiplies queries and keys by a Hadamard matrix, which
                    changes no score but makes FP8 more accurate (DeepSeek-V3.2)
     max_positions  positions of the model's context
@@ -67,6 +70,8 @@ class LayerConfig:
     index_rms_norm: bool = False
     init_tokens: int = 0
     local_tokens: int = 0
+    index_pool: int = 1
+    selects_tail: bool = True
     index_hadamard: bool = False
     max_positions: int | None = None
     softmax_scale: float | None = None
@@ -113,12 +118,6 @@ class LayerConfig:
             config = RELEASES[ALIASES.get(config.lower(), config.lower())]
         fields = read_config(config)
         model_type = fields.get("model_type")
-        pooled = fields.integer("index_kpool", 1)
-        if geometry.has_indexer and pooled != 1:
-            raise UnsupportedError(
-                "MLAAttention: index_kpool must be 1, for the layer pools no index keys, got "
-                f"{pooled}; `patch` of mlakit.integrations.transformers runs GLM-5.3-Flash"
-            )
         rank, hidden = geometry.q_lora_rank, geometry.hidden_size
         is_longcat, is_hy4 = is_longcat_type(model_type), model_type == HY4
         has_rms_norm = fields.get("index_k_norm_type", "layer") == "rms"
@@ -127,8 +126,10 @@ class LayerConfig:
         interleaved = fields.get(
             "indexer_rope_interleave", is_longcat or model_type == "glm_moe_dsa"
         )
+        has_own_epsilon = model_type in (GLM5_NEXT, f"{GLM5_NEXT}_text")
         return cls(
             geometry,
+            epsilon=fields.get("rms_norm_eps", 1e-5) if has_own_epsilon else NORM_EPSILON,
             has_bias=bool(fields.get("attention_bias", False)),
             q_factor=(hidden / rank) ** 0.5 if scales_q and rank else 1.0,
             latent_factor=(hidden / geometry.kv_lora_rank) ** 0.5 if scales_latent else 1.0,
@@ -144,6 +145,8 @@ class LayerConfig:
             index_rms_norm=has_rms_norm,
             init_tokens=fields.integer("index_init_tokens", 0),
             local_tokens=fields.integer("index_local_tokens", 0),
+            index_pool=_pool(fields, geometry),
+            selects_tail=bool(fields.get("index_kpool_always_select_tail", True)),
             index_hadamard=model_type == "deepseek_v32",
             max_positions=fields.get("max_position_embeddings", fields.get("model_max_length")),
         )
@@ -153,6 +156,17 @@ def _gate(fields: ConfigFields) -> str | None:
     if fields.get("model_type") == HY4:
         return "gate_proj"
     return "g_proj" if fields.get("mla_use_output_gate", False) else None
+
+
+def _pool(fields: ConfigFields, geometry: MLAGeometry) -> int:
+    """Tokens of a pool of index keys."""
+    if not geometry.has_indexer:
+        return 1
+    size, dims = fields.integer("index_kpool", 1), Dims("LayerConfig")
+    dims.integer("index_kpool", size, 1)
+    must = f"divide index_topk, {geometry.index_topk}"
+    dims.require(geometry.index_topk % size == 0, "index_kpool", must, size)
+    return size
 
 
 def _query_scale(fields: ConfigFields) -> QueryScale | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from mlakit.layer.linear import (
 from mlakit.layer.rotary import RopeTable
 from mlakit.model.geometry import RowShape
 from mlakit.ops import quantize_fp8
-from mlakit.steps import CachedBatch, IndexInputs, LayerWeights
+from mlakit.steps import CachedBatch, IndexInputs, LayerWeights, PooledKeyCache, PooledKeys
 from mlakit.steps.sparse import append_index_keys
 
 NAME = "LightningIndexer"
@@ -52,6 +52,17 @@ class KeyNorm(nn.Module):
         return super()._apply(lambda t: keep_dtype(fn, t), recurse)  # type: ignore[no-untyped-call]
 
 
+IndexCache: TypeAlias = PagedLatentCache | PooledKeyCache
+
+
+class IndexStates(NamedTuple):
+    """What the indexer computes of the hidden states."""
+
+    keys: Tensor  # [tokens, D], normalised and rotated
+    weights: Tensor  # [tokens, heads] float32
+    gate: Tensor | None  # [tokens, D], of keys that are pooled
+
+
 class LightningIndexer(nn.Module):
     """Scores every cached token for every query; `sparse_step` attends to the best.
 
@@ -61,7 +72,8 @@ class LightningIndexer(nn.Module):
     residual is the query's normalised latent, q_a_layernorm(q_a_proj(x)).
 
     Where the cache of index keys is FP8, queries are quantised to e4m3 per token and head, and
-    their scale goes into w.
+    their scale goes into w. GLM-5.3-Flash scores pools of tokens, as `steps.pools` has them, whose
+    gate is index_kpool_compress_gate · x, and whose bias is index_kpool_compress_ape.
     """
 
     def __init__(
@@ -110,6 +122,12 @@ class LightningIndexer(nn.Module):
             else KeyNorm(width, config.index_epsilon, device=device)
         )
         self.weights_proj = Float32Linear(g.hidden_size, self.heads, device=device)
+        self.pool, self.selects_tail = config.index_pool, config.selects_tail
+        if self.pool > 1:
+            where: dict[str, Any] = {"dtype": dtype, "device": device}
+            gate = torch.ones(width, g.hidden_size, **where)
+            self.index_kpool_compress_ape = frozen(torch.zeros(self.pool, width, **where))
+            self.index_kpool_compress_gate = frozen(gate)
         self._hadamard: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def allocate_index_cache(
@@ -120,16 +138,20 @@ class LightningIndexer(nn.Module):
         page_size: int = 64,
         num_layers: int = 1,
         device: torch.device | str | None = None,
-    ) -> PagedLatentCache:
-        """A cache of index keys for the pages of a latent cache: the same number and page size."""
-        return PagedLatentCache.allocate(
-            RowShape(self.width, 0),
-            format,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_layers=num_layers,
-            device=self.wk.weight.device if device is None else device,
-        )
+    ) -> IndexCache:
+        """A cache of index keys for the pages of a latent cache: the same number and page size.
+
+        Keys of pools are in a `PooledKeyCache`.
+        """
+        sizes: dict[str, Any] = {
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "num_layers": num_layers,
+            "device": self.wk.weight.device if device is None else device,
+        }
+        if self.pool > 1:
+            return PooledKeyCache.allocate(self.width, self.pool, format, **sizes)
+        return PagedLatentCache.allocate(RowShape(self.width, 0), format, **sizes)
 
     @without_autocast
     def forward(
@@ -137,7 +159,7 @@ class LightningIndexer(nn.Module):
         x: Tensor | Activations,
         residual: Tensor | Activations,
         positions: Tensor,
-        cache: PagedLatentCache,
+        cache: IndexCache,
         layer: int = 0,
         *,
         backend: Backend = "auto",
@@ -156,17 +178,17 @@ class LightningIndexer(nn.Module):
     @without_autocast
     def of_states(
         self, x: Tensor | Activations, positions: Tensor, *, backend: Backend = "auto"
-    ) -> tuple[Tensor, Tensor]:
-        """Return (keys [tokens, D], weights [tokens, heads] float32): the part of x."""
+    ) -> IndexStates:
+        """The part of x."""
         weights = self.weights_proj(x, factor=(self.heads * self.width) ** -0.5)
-        return self._keys(x, positions, backend), weights
+        return IndexStates(self._keys(x, positions, backend), weights, self._gate(x))
 
     @without_autocast
     def of_queries(
         self,
         residual: Tensor | Activations,
         positions: Tensor,
-        cache: PagedLatentCache,
+        cache: IndexCache,
         *,
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor | None]:
@@ -175,7 +197,7 @@ class LightningIndexer(nn.Module):
         self._rotate(q, positions, backend)
         if self.uses_hadamard:
             q = q @ self._hadamard_matrix(q)
-        if cache.payload.dtype in FLOATS:
+        if _keys_of(cache).payload.dtype in FLOATS:
             return q, None
         quantised, scales = quantize_fp8(q.flatten(0, 1), self.width, backend=backend)
         rows = len(quantised)
@@ -183,28 +205,29 @@ class LightningIndexer(nn.Module):
 
     def joined(
         self,
-        of_states: tuple[Tensor, Tensor],
+        of_states: IndexStates,
         of_queries: tuple[Tensor, Tensor | None],
-        cache: PagedLatentCache,
+        cache: IndexCache,
         layer: int,
     ) -> IndexInputs:
         """The inputs of both parts."""
-        (keys, weights), (q, scales) = of_states, of_queries
+        (keys, weights, gate), (q, scales) = of_states, of_queries
         return IndexInputs(
             q,
             keys,
             weights if scales is None else weights * scales,
-            cache,
+            _keys_of(cache),
             layer,
             init_tokens=self.init_tokens,
             local_tokens=self.local_tokens,
+            pools=self._pools(gate, cache),
         )
 
     def append_keys(
         self,
         x: Tensor | Activations,
         positions: Tensor,
-        cache: PagedLatentCache,
+        cache: IndexCache,
         layer: int,
         weights: LayerWeights,
         batch: CachedBatch,
@@ -214,8 +237,25 @@ class LightningIndexer(nn.Module):
         """Append the keys of the new tokens without scoring, for a step that attends to all."""
         keys = self._keys(x, positions, backend)
         no_queries = keys.new_empty(len(keys), 0, self.width)
-        inputs = IndexInputs(no_queries, keys, no_queries[..., 0], cache, layer)
+        pools = self._pools(self._gate(x), cache)
+        inputs = IndexInputs(
+            no_queries, keys, no_queries[..., 0], _keys_of(cache), layer, pools=pools
+        )
         append_index_keys(inputs, weights, batch, backend=backend)
+
+    def _gate(self, x: Tensor | Activations) -> Tensor | None:
+        """The gate of keys that are pooled."""
+        if self.pool == 1:
+            return None
+        states = x.x if isinstance(x, Activations) else x
+        return F.linear(states, self.index_kpool_compress_gate)
+
+    def _pools(self, gate: Tensor | None, cache: IndexCache) -> PooledKeys | None:
+        if gate is None:
+            return None
+        assert isinstance(cache, PooledKeyCache)
+        bias = self.index_kpool_compress_ape
+        return PooledKeys(gate, bias, cache.states, selects_tail=self.selects_tail)
 
     def _keys(self, x: Tensor | Activations, positions: Tensor, backend: Backend) -> Tensor:
         """Normalised and rotated keys [tokens, D] of the new tokens, in x's dtype."""
@@ -236,6 +276,10 @@ class LightningIndexer(nn.Module):
                 matrix = hadamard_matrix(self.width).to(*key)
             self._hadamard[key] = matrix
         return matrix
+
+
+def _keys_of(cache: IndexCache) -> PagedLatentCache:
+    return cache.keys if isinstance(cache, PooledKeyCache) else cache
 
 
 def hadamard_matrix(width: int) -> Tensor:

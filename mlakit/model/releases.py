@@ -37,7 +37,7 @@ def _moe(intermediate: int, expert: int, routed: int, shared: int, active: int, 
     }
 
 
-DEEPSEEK_V4, HY4 = "deepseek_v4", "hy_v4"  # model types
+DEEPSEEK_V4, GLM5_NEXT, HY4 = "deepseek_v4", "glm5_next", "hy_v4"  # model types
 
 
 def is_longcat_type(model_type: object) -> bool:

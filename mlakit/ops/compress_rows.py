@@ -27,7 +27,7 @@ def compress_rows(
     kv: Tensor,
     gate: Tensor,
     bias: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     freqs: Tensor | None,
     cache: PagedLatentCache,
     page_table: PageTable,
@@ -42,6 +42,7 @@ def compress_rows(
     layer: int = 0,
     state_layer: int = 0,
     keep: int = 0,
+    state_pages_repeat: bool = False,
     power_of_two_scales: bool = False,
     backend: Backend = "auto",
 ) -> None:
@@ -62,7 +63,7 @@ def compress_rows(
                  or 2·D with overlap
     bias         [rate, columns] bf16, fp16 or float32, added to the gate by position in the window
     gamma        [D] bf16, fp16 or float32; the norm over all D columns, and the rotation, are
-                 float32
+                 float32. None: no norm, and epsilon is not used
     freqs        [positions, D_R] bf16, fp16 or float32; cos0, sin0, cos1, … as in
                  `norm_rope_quant_append`: interleaved pairs of the last D_R columns are rotated.
                  D_R is that of the cache; where rows have no rope columns, such as index keys, D_R
@@ -81,12 +82,15 @@ def compress_rows(
     state_layer  number of the layer in `state_cache`
     keep         newest tokens that a later step may take back, such as rejected drafts: so many
                  more tokens wait in `state_cache`
+    state_pages_repeat   whether a request may have a page of states at several places of its table,
+                 so that the tokens of these places have the same slots. Then a step may write a
+                 slot that it reads
 
     New tokens are read from kv and gate, older ones from `state_cache`: those from
     max((before // rate − overlap) · rate, 0) on, where `before` is the length before the step, if
     the step completes a window. New tokens from max(((kv_len − keep) // rate − overlap) · rate, 0)
-    on are stored. No slot that the step writes may be one that it reads. A prompt gives the same
-    rows however it is split into steps.
+    on are stored. Without `state_pages_repeat`, no slot that the step writes may be one that it
+    reads. A prompt gives the same rows however it is split into steps.
 
     Nothing but these rows is written, and nothing is returned. Raises ValueError, where the values
     are on the host, for a kv_len below the new tokens of its request, for a row outside of a cache
@@ -107,6 +111,7 @@ def compress_rows(
         rate=rate,
         overlap=overlap,
         keep=keep,
+        state_pages_repeat=state_pages_repeat,
         epsilon=epsilon,
         power_of_two_scales=power_of_two_scales,
         backend=backend,
@@ -134,7 +139,8 @@ def _compress_rows(a: CompressArguments) -> tuple[()]:
         dims.rows_contiguous(name, tensor)
     dims.match("bias", a.bias, "rate", "columns", dtypes=FLOATS)
     dims.rows_contiguous("bias", a.bias)
-    dims.match("gamma", a.gamma, "width", dtypes=FLOATS)
+    if a.gamma is not None:
+        dims.match("gamma", a.gamma, "width", dtypes=FLOATS)
     check_stored(dims, a.layer)
     a.layer.check_writable(dims)
     _check_state(dims, a)

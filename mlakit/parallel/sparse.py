@@ -68,6 +68,8 @@ def context_parallel_sparse_step(
     check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, None, shard)
     if not (plan is None or isinstance(plan, EvenSplit)):
         raise TypeError(f"{dims.op}: plan must be an EvenSplit, got {type(plan).__name__}")
+    if isinstance(index, IndexInputs) and index.pools is not None:
+        dims.fail("index.pools", "be None: ranks do not share pools of tokens", "PooledKeys")
     keys = check_index(dims, index, batch, lengths, k, max_kv_len, max_score_bytes, shard)
     dims.bind("k", k, "k")
     if rows is not None:

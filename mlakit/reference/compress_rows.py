@@ -16,7 +16,7 @@ def compress_rows(
     kv: Tensor,  # [tokens, columns]; columns are D, or 2·D with overlap
     gate: Tensor,  # [tokens, columns]
     bias: Tensor,  # [rate, columns]
-    gamma: Tensor,  # [D]
+    gamma: Tensor | None,  # [D]; None: no norm
     freqs: Tensor | None,  # [positions, D_R], rows of cos_sin; None: no rotation
     states: Sequence[Tensor],  # per request [earlier tokens, 2·columns]; only some are read
     q_lens: Sequence[int],
@@ -36,9 +36,11 @@ def compress_rows(
     window also has the tokens before, [(w − 1) · rate, w · rate): their first D columns, and the
     last D columns of its own tokens. Window 0 has none before it.
 
+    Without gamma there is no norm.
+
     Returns rows [windows, D], (request, window) of each row, and new states [tokens, 2·columns].
     """
-    width = gamma.shape[0]
+    width = kv.shape[1] // (1 + overlap)
     rows, windows, new_states = [], [], []
     first = 0
     for request, (before, q_len) in enumerate(zip(states, q_lens, strict=True)):
@@ -56,7 +58,9 @@ def compress_rows(
                 earlier = [state.chunk(2) for state in tokens[-2 * rate : window * rate]]
                 parts = [(x[:width], z[:width]) for x, z in earlier] + parts
             x, z = (torch.stack(part) for part in zip(*parts, strict=True))
-            row = rms_norm((x * z.softmax(0)).sum(0), gamma, epsilon, dtype)
+            row = (x * z.softmax(0)).sum(0)
+            if gamma is not None:
+                row = rms_norm(row, gamma, epsilon, dtype)
             if freqs is not None:
                 d_r = freqs.shape[1]
                 row[width - d_r :] = rotate(row[width - d_r :], freqs[window * rate], dtype=dtype)

@@ -13,6 +13,7 @@ nothing and can be repeated.
 
 from mlakit.steps.batch import CachedBatch, LayerWeights
 from mlakit.steps.decode import decode_attend, decode_branch
+from mlakit.steps.pools import PooledKeyCache, PooledKeys
 from mlakit.steps.prefill import prefill_attend, prefill_branch
 from mlakit.steps.sparse import IndexInputs, sparse_step
 from mlakit.steps.step import StepPlan, mla_step, plan_step
@@ -21,6 +22,8 @@ __all__ = [
     "CachedBatch",
     "IndexInputs",
     "LayerWeights",
+    "PooledKeyCache",
+    "PooledKeys",
     "StepPlan",
     "decode_attend",
     "decode_branch",

@@ -32,6 +32,7 @@ from mlakit.steps.checks import (
     select_kernels,
 )
 from mlakit.steps.decode import absorb, check_absorbed_attention
+from mlakit.steps.pools import PooledKeys, append_pools, check_pools, rows_of_pools
 from mlakit.steps.side_stream import MAX_SIDE_TOKENS, SideStreams
 
 
@@ -53,6 +54,7 @@ class IndexInputs:
     power_of_two_scales: bool = True  # of the appended keys, as in DeepSeek-V3.2
     init_tokens: int = 0  # always selected, as in `indexer_select`
     local_tokens: int = 0
+    pools: PooledKeys | None = None  # the cache has a key for several tokens
 
     __repr__ = shapes_repr
 
@@ -82,11 +84,12 @@ def sparse_step(
     q                [tokens, heads, D_N + D_R], not modified
     kv               [tokens, D_C + D_R] raw latents
     index            the indexer's inputs, prepared by the caller, and its cache of keys
-    k                cached tokens per query; a query that sees fewer attends to all it sees
+    k                cached tokens per query; a query that sees fewer attends to all it sees. Where
+                     keys are pooled, those of k / n pools of n tokens, and of the tail
     max_kv_len, max_score_bytes   as in `indexer_select`
     plan             how many splits a list of rows is attended in, as in `sparse_mla`
     rows             [tokens, k] int32: where the selected rows go, for layers that share them
-                     (`rows` of `decode_branch`)
+                     (`rows` of `decode_branch`); `PooledKeys.listed` columns where keys are pooled
 
     Returns out [tokens, heads, D_V] in q's dtype; 0 for a query that sees no key. On a GPU the step
     does not synchronise and can be captured in a CUDA graph.
@@ -97,32 +100,40 @@ def sparse_step(
     if not (plan is None or isinstance(plan, EvenSplit)):
         raise TypeError(f"{dims.op}: plan must be an EvenSplit, got {type(plan).__name__}")
     keys = check_index(dims, index, batch, lengths, k, max_kv_len, max_score_bytes)
-    dims.bind("k", k, "k")
+    dims.bind("k", k if index.pools is None else index.pools.listed(k), "k")
     if rows is not None:
         refuse_results(dims.op, rows=rows)
         rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
     out = check_out(dims, out, q.dtype)
     select_kernels((*product_ops(weights), "sparse_mla"), q, weights, batch, CAUSAL, backend)
-    select_index_kernels(index, keys, batch, backend)
+    mask = CAUSAL if index.pools is None else index.pools.mask
+    select_index_kernels(index, keys, batch, backend, mask)
     side_streams = SideStreams(q.device, is_worthwhile=len(q) <= MAX_SIDE_TOKENS)
     with side_streams.stream():  # the selection needs neither the absorbed queries nor the latents
         append_index_keys(index, weights, batch, backend=backend)
-        rows = indexer_select(
+        per_key = 1 if index.pools is None else index.pools.size
+        selected = indexer_select(
             index.q,
             index.weights,
             index.cache,
             batch.page_table,
             batch.kv_lens,
-            k,
+            k // per_key,
             q_starts=batch.q_starts,
             layer=index.layer,
+            mask=mask,
             init_tokens=index.init_tokens,
             local_tokens=index.local_tokens,
-            max_kv_len=max_kv_len,
+            max_kv_len=None if max_kv_len is None else max_kv_len // per_key,
             max_score_bytes=max_score_bytes,
-            out=rows,
+            out=rows if index.pools is None else None,
             backend=backend,
         )
+        if index.pools is None:
+            rows = selected
+        else:
+            rows = selected.new_empty(len(q), dims["k"]) if rows is None else rows
+            rows_of_pools(selected, index.pools, batch, rows)
     absorbed, q_rope, rotated = absorb(q, weights, backend)
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
     side_streams.join()
@@ -148,6 +159,13 @@ def append_index_keys(
     backend: Backend,
 ) -> None:
     """Quantise the keys of the new tokens, or of those of a shard, and append them to the cache."""
+    if index.pools is not None:
+        assert kv_shard is None
+        scales = {"power_of_two_scales": index.power_of_two_scales}
+        append_pools(
+            index.keys, index.pools, index.cache, index.layer, batch, **scales, backend=backend
+        )
+        return
     norm_rope_quant_append(
         index.keys.new_empty(index.keys.shape[0], 1, 0),
         index.keys,
@@ -193,20 +211,28 @@ def check_index(
     dims.match("index.weights", index.weights, "tokens", "index_heads", dtypes=[torch.float32])
     dims.same_device("index.cache", layer.payload)
     layer.check_writable(dims, "index.cache")
-    pages = batch.cache.page_size
+    pages, pools = batch.cache.page_size, index.pools
+    if pools is not None:
+        check_pools(dims, pools, row.width, index.layer, k, batch)
+        always = index.init_tokens + index.local_tokens
+        dims.require(always == 0, "init_tokens", "be 0 where keys are pooled", always)
+    tokens = layer.page_size * (1 if pools is None else pools.size)
     must = f"have pages of {pages} tokens, like the latent cache: both share the page table"
-    dims.require(layer.page_size == pages, "index.cache", must, layer.page_size)
+    dims.require(tokens == pages, "index.cache", must, tokens)
     given = {"index.q": index.q, "index.keys": index.keys, "index.weights": index.weights}
     refuse_grad(dims.op, **given, **{"index.cache": layer})
     columns = table_capacity(dims.op, batch.page_table, layer)
     if max_kv_len is not None:
         columns = shard.local_count(dims.integer("max_kv_len", max_kv_len, 0))
+        columns = columns if pools is None else columns // pools.size
+    mask = CAUSAL if pools is None else pools.mask
     if lengths is not None:
         if shard.world == 1 or max_kv_len is not None:
-            limit = columns if max_kv_len is None else max_kv_len
+            per_key = 1 if pools is None else pools.size
+            limit = (columns + 1) * per_key - 1 if max_kv_len is None else max_kv_len
             dims.lengths("kv_lens", batch.kv_lens, limit, "max_kv_len")
         check_seen_rows(
-            dims, batch.page_table, layer, CAUSAL, batch.q_starts, list(lengths.kv_lens), shard
+            dims, batch.page_table, layer, mask, batch.q_starts, list(lengths.kv_lens), shard
         )
     aligned_columns(dims, columns, max_score_bytes)
     return layer

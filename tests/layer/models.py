@@ -36,6 +36,14 @@ SIZES: dict[str, Any] = {
 INDEX = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 12}
 # yarn whose original context is short, so that the position's factor is seen
 MISTRAL = YARN | {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 16}
+POOLED = INDEX | {
+    "index_n_heads": 16,  # few heads have no positive score: sums of 0, which no top-k tells apart
+    "index_kpool": 4,
+    "qk_rope_head_dim": 0,
+    "layer_types": ["deepseek_sparse_attention"] * 3,
+    "indexer_types": ["full"] * 3,
+    "rms_norm_eps": 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Family:
     fields: dict[str, Any] = field(default_factory=dict)
     attention: str = "Attention"
     layer: int = 1
+    config_type: str | None = None  # where it is not model_type
 
     @property
     def modeling(self) -> Any:
@@ -55,8 +64,10 @@ class Family:
         )
 
     def config(self, **changes: Any) -> Any:
-        config = AutoConfig.for_model(self.model_type, **{**SIZES, **self.fields, **changes})
-        config._attn_implementation = "eager"
+        kind = self.config_type or self.model_type
+        config = AutoConfig.for_model(kind, **{**SIZES, **self.fields, **changes})
+        # eager attends to everything where nothing is selected
+        config._attn_implementation = "sdpa" if self.model_type == "glm5_next" else "eager"
         return config
 
     def module(self, config: Any = None, *, seed: int = 0) -> nn.Module:
@@ -103,6 +114,13 @@ FAMILIES = {
         {"q_lora_rank": None, "layer_types": ["linear_attention", *["full_attention"] * 2]},
     ),
     "hy_v4": Family("hy_v4", "HYV4", {**INDEX, "rms_norm_eps": 0.5}),
+    "glm5_next": Family("glm5_next", "Glm5NextText", POOLED, config_type="glm5_next_text"),
+    "glm5_next without tail": Family(
+        "glm5_next",
+        "Glm5NextText",
+        POOLED | {"index_kpool": 2, "index_kpool_always_select_tail": False},
+        config_type="glm5_next_text",
+    ),
     "longcat_flash": Family(
         "longcat_flash", "LongcatFlash", {"num_layers": 2, "head_dim": 8}, attention="MLA"
     ),
@@ -114,7 +132,9 @@ def results(family: Family, module: Any, x: Tensor, **more: Any) -> tuple[Tensor
     """What the module returns for one whole sequence x [tokens, hidden], without batch axis."""
     positions = torch.arange(len(x))[None]
     arguments: dict[str, Any] = {"attention_mask": causal_mask(len(x)), **more}
-    if family.model_type != "kimi_linear":
+    if family.model_type == "glm5_next":  # its mask says which tokens are padding
+        arguments["attention_mask"] = torch.ones(1, len(x), dtype=torch.bool)
+    elif family.model_type != "kimi_linear":
         arguments["position_embeddings"] = family.rotary(module.config)(x[None], positions)
     if family.model_type in ("mistral4", "deepseek_v32", "glm_moe_dsa"):
         arguments["position_ids"] = positions

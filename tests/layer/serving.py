@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit import CachedBatch, PagedLatentCache, plan_step
+from mlakit import CachedBatch, plan_step
 from mlakit.layer import MLAAttention
+from mlakit.steps import PooledKeyCache
 from mlakit.tools.testing import poison, shuffled_pages
 
 PAGE = 16
@@ -57,7 +58,11 @@ class Server:
         )
 
 
-def poisoned(cache: PagedLatentCache) -> PagedLatentCache:
+def poisoned(cache: Any) -> Any:
+    if isinstance(cache, PooledKeyCache):
+        for each in (cache.keys, cache.states):
+            poisoned(each)
+        return cache
     for stored in (cache.payload, cache.beside):
         if stored is not None:
             poison(stored)

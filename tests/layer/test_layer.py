@@ -124,11 +124,6 @@ def test_kimi_k3_has_a_gate_and_no_positions():
     assert LayerConfig.from_config(DENSE | {"model_type": "kimi_linear"}).gate is None
 
 
-def test_a_layer_with_pooled_index_keys_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"index_kpool must be 1, .* got 4; `patch`"):
-        LayerConfig.from_config("glm-5.3-flash", 3)
-
-
 def test_the_presets_of_layers_with_gates_sinks_and_selected_tokens():
     hy4, k3 = (LayerConfig.from_config(name, 3) for name in ("hy4-preview", "kimi-k3"))
     assert (hy4.gate, hy4.has_sinks, hy4.selection) == ("gate_proj", True, "shared")

@@ -17,6 +17,15 @@ from tests.ops.random_cases import problems_of
 each_kernel = pytest.mark.parametrize("spec", selection.specs("compress_rows"), ids=str)
 RATES = [(4, True), (8, False), (3, True), (1, False)]
 WIDTH, ROPE = 12, 4
+# pools of index keys, as GLM-5.3-Flash has them: tokens 0 to 2 and 8 to 10 have the same slots
+RING = {
+    "rate": 4,
+    "overlap": False,
+    "normed": False,
+    "rotated": False,
+    "state_page_size": 8,
+    "state_repeats": 8,
+}
 STATE_PAGE = 4
 TOKENS = 43
 
@@ -59,10 +68,13 @@ def test_index_keys_among_poison(power_of_two, backend, device):
         CompressCase(flat_table=True, wide_indices=True),
         CompressCase(rotated=False, dtype="fp32", format="fp32"),
         CompressCase(kv_lora_rank=36, qk_rope_head_dim=6, padded=True, gamma_dtype="bf16"),
+        CompressCase(normed=False, kv_lora_rank=36, qk_rope_head_dim=6),
+        CompressCase(**RING, kv_lens=(11, 15, 66), q_lens=(8, 5, 66)),
     ],
     ids=[
         *("rate 128", "rate 3", "rate 7", "rate 1", "one token each", "no requests"),
         *("no tokens", "keeps all", "flat tables", "no rope, float32", "odd widths"),
+        *("no norm", "pages of states that repeat"),
     ],
 )
 def test_corners(case, backend, device):

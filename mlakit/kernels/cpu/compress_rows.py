@@ -38,7 +38,7 @@ def _write_windows(
     a: CompressArguments, request: Tensor, window: Tensor, before: Tensor, starts: Tensor
 ) -> None:
     """Rows of some windows, by int64 request and window."""
-    rate, d_row = a.rate, a.gamma.shape[0]
+    rate, d_row = a.rate, a.layer.codec.row.width
     slot = torch.arange(rate * (1 + a.overlap), device=window.device)
     token = (window - int(a.overlap))[:, None] * rate + slot
     exists = token >= 0  # window 0 has no window before it
@@ -57,7 +57,9 @@ def _write_windows(
             torch.cat([part[:, :rate, :d_row], part[:, rate:, d_row:]], dim=1) for part in (x, z)
         )
     weights = z.masked_fill(~exists[..., None], -torch.inf).softmax(dim=1)
-    rows = rms_norm((x * weights).sum(dim=1), a.gamma.float(), a.epsilon)
+    rows = (x * weights).sum(dim=1)
+    if a.gamma is not None:
+        rows = rms_norm(rows, a.gamma.float(), a.epsilon)
     if a.freqs is not None:
         d_r = a.freqs.shape[1]
         rows[:, d_row - d_r :] = rotate(

@@ -6,7 +6,8 @@ Numbers    float32; the order of each sum is that of the window, however a promp
 Work       one program per TOKENS new tokens: it stores their states if later windows read them,
            then writes the rows of the windows that end among them, one after the other
 Memory     reads kv and gate of new tokens, and states of older ones only. No program reads what
-           another one of the launch writes, so one launch suffices
+           another one of the launch writes, so one launch suffices; where pages of states repeat,
+           a second one stores the states
 Limits     none: widths are padded to powers of two, rows may have any stride and alignment
 Lineage    own design; ideas: the compressor of DeepSeek-V4, and its layout of states in vLLM
 """
@@ -29,6 +30,12 @@ from mlakit.kernels.triton.store_rows import store_latent, store_rope, store_tra
 
 
 def compress_rows(a: CompressArguments) -> None:
+    stages = [(True, False), (False, True)] if a.state_pages_repeat else [(True, True)]
+    for pools, stores in stages:
+        _launch(a, pools=pools, stores=stores)
+
+
+def _launch(a: CompressArguments, *, pools: bool, stores: bool) -> None:
     layer, freqs, rate = a.layer, a.freqs, a.rate
     tokens, columns = a.kv.shape
     device = target(a.kv.device)
@@ -45,7 +52,7 @@ def compress_rows(a: CompressArguments) -> None:
         stride_state_request=stride_state_request,
         inputs=InputArguments(
             *(a.kv, a.gate, a.bias, a.gamma, float(a.epsilon)),
-            *(a.kv.stride(0), a.gate.stride(0), a.bias.stride(0), a.gamma.stride(0)),
+            *(a.kv.stride(0), a.gate.stride(0), a.bias.stride(0), stride_of(a.gamma, 0)),
         ),
         angles=AngleArguments(freqs, stride_of(freqs, 0), stride_of(freqs, 1)),
         lengths=length_arguments(a.q_starts, a.kv_lens),
@@ -57,6 +64,8 @@ def compress_rows(a: CompressArguments) -> None:
         TRAITS=Traits(
             RATE=rate,
             OVERLAP=a.overlap,
+            POOLS=pools,
+            STORES=stores,
             COLUMNS=columns,
             ANGLES=0 if freqs is None else freqs.shape[1],
             STATE_PAGE=a.state.page_size,
@@ -77,7 +86,7 @@ class InputArguments(NamedTuple):
     kv: Tensor  # [tokens, COLUMNS]
     gate: Tensor  # [tokens, COLUMNS]
     bias: Tensor  # [RATE, COLUMNS]
-    gamma: Tensor  # [D_C + D_R]
+    gamma: Tensor | None  # [D_C + D_R]
     epsilon: float
     stride_kv: int
     stride_gate: int
@@ -106,6 +115,8 @@ class Traits(NamedTuple):
 
     RATE: int
     OVERLAP: bool
+    POOLS: bool  # windows to rows
+    STORES: bool  # states
     COLUMNS: int  # of kv and gate
     ANGLES: int  # rotated columns; 0: none
     STATE_PAGE: int
@@ -163,30 +174,32 @@ def compress_rows_kernel(
     # rows after the last request are padding; the host does not check kv_lens
     is_token = is_token & (token < end) & (position >= 0)
 
-    # later windows read their own tokens and, with overlap, those of the window before
-    EARLIER: tl.constexpr = RATE if TRAITS.OVERLAP else 0
-    needed_from = tl.maximum(kv_len - keep, 0) // RATE * RATE - EARLIER
-    is_kept = is_token & (position >= needed_from)
-    if tl.max(is_kept.to(tl.int32), 0) > 0:
-        _store_states(
-            *(token, request, position, is_kept, inputs, state_table, stride_state_request),
-            *(state, TRAITS),
-        )
-    is_last = is_token & (position % RATE == RATE - 1)
-    at = tl.min(tl.where(is_last, index, TOKENS), 0)
-    while at < TOKENS:
-        is_this = index == at
-        window = Window(
-            tl.sum(tl.where(is_this, position, 0), 0) // RATE,
-            tl.sum(tl.where(is_this, request, 0), 0),
-            tl.sum(tl.where(is_this, shift, 0), 0),
-            tl.sum(tl.where(is_this, start, 0), 0),
-        )
-        _write_window(
-            *(window, inputs, angles, page_table, stride_table_request, state_table),
-            *(stride_state_request, cache, state, ROW, TRAITS),
-        )
-        at = tl.min(tl.where(is_last & (index > at), index, TOKENS), 0)
+    if TRAITS.STORES:
+        # later windows read their own tokens and, with overlap, those of the window before
+        EARLIER: tl.constexpr = RATE if TRAITS.OVERLAP else 0
+        needed_from = tl.maximum(kv_len - keep, 0) // RATE * RATE - EARLIER
+        is_kept = is_token & (position >= needed_from)
+        if tl.max(is_kept.to(tl.int32), 0) > 0:
+            _store_states(
+                *(token, request, position, is_kept, inputs, state_table, stride_state_request),
+                *(state, TRAITS),
+            )
+    if TRAITS.POOLS:
+        is_last = is_token & (position % RATE == RATE - 1)
+        at = tl.min(tl.where(is_last, index, TOKENS), 0)
+        while at < TOKENS:
+            is_this = index == at
+            window = Window(
+                tl.sum(tl.where(is_this, position, 0), 0) // RATE,
+                tl.sum(tl.where(is_this, request, 0), 0),
+                tl.sum(tl.where(is_this, shift, 0), 0),
+                tl.sum(tl.where(is_this, start, 0), 0),
+            )
+            _write_window(
+                *(window, inputs, angles, page_table, stride_table_request, state_table),
+                *(stride_state_request, cache, state, ROW, TRAITS),
+            )
+            at = tl.min(tl.where(is_last & (index > at), index, TOKENS), 0)
 
 
 @triton.jit
@@ -244,7 +257,6 @@ def _write_window(
     latent = _pool(
         column, in_latent, window, inputs, state_table, stride_state_request, state, ROW, TRAITS
     )
-    sum_of_squares = tl.sum(latent * latent, 0)
     if D_R > 0:
         rope_column = tl.arange(0, 2 * PAIRS)
         in_rope = rope_column < D_R
@@ -252,17 +264,21 @@ def _write_window(
             *(D_C + rope_column, in_rope, window, inputs, state_table, stride_state_request),
             *(state, ROW, TRAITS),
         )
-        sum_of_squares += tl.sum(rope * rope, 0)
-    mean = sum_of_squares / (D_C + D_R)
-    # not rsqrt: its last bits differ between devices
-    inverse = 1.0 / tl.sqrt_rn(mean + inputs.epsilon)
-    latent = _scaled(latent, column, in_latent, inverse, inputs)
+    if inputs.gamma is not None:
+        sum_of_squares = tl.sum(latent * latent, 0)
+        if D_R > 0:
+            sum_of_squares += tl.sum(rope * rope, 0)
+        mean = sum_of_squares / (D_C + D_R)
+        # not rsqrt: its last bits differ between devices
+        inverse = 1.0 / tl.sqrt_rn(mean + inputs.epsilon)
+        latent = _scaled(latent, column, in_latent, inverse, inputs)
+        if D_R > 0:
+            rope = _scaled(rope, D_C + rope_column, in_rope, inverse, inputs)
     position = window.index * TRAITS.RATE + tl.zeros([1], tl.int64)
     if TRAITS.ANGLES > 0 and D_R == 0:
         latent = _rotate_end(latent, position, angles, D_C, TRAITS.ANGLES)
     pairs = None
     if D_R > 0:
-        rope = _scaled(rope, D_C + rope_column, in_rope, inverse, inputs)
         y0, y1 = tl.split(tl.reshape(rope, [1, 1, PAIRS, 2]))
         if TRAITS.ANGLES > 0:
             cos, sin = load_angles(angles, position, position >= 0, D_R, PAIRS)

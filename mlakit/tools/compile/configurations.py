@@ -179,6 +179,19 @@ CONFIGURATIONS: dict[str, Case] = {
     "compress-128": _compress(
         rate=128, overlap=False, page_size=2, state_page_size=8, kv_lens=(130,), q_lens=(4,)
     ),
+    # index keys of pools, as GLM-5.3-Flash has them: a launch for rows and one for states
+    "compress-pools": _compress(
+        format="fp8_token",
+        kv_lora_rank=128,
+        qk_rope_head_dim=0,
+        v_width=0,
+        overlap=False,
+        normed=False,
+        rotated=False,
+        page_size=16,
+        state_page_size=8,
+        state_repeats=8,
+    ),
     # enough work for programs of several tokens
     "compress-many-tokens": _compress(kv_lens=(4000,), q_lens=(4000,), flat_table=True),
     "indexer-no-heads": _index_keys(format="bf16", heads=0),

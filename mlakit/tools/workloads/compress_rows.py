@@ -39,7 +39,9 @@ class CompressCase(PagedCase):
     dtype        of kv and gate; bias_dtype, gamma_dtype and freqs_dtype of the others
     angles       rotated columns where rows have no rope columns
     rotated      whether there are angles at all
+    normed       whether there is a gamma
     flat_table   of rows and of states
+    state_repeats   consecutive places of a page of states in its table
     """
 
     op = "compress_rows"
@@ -56,8 +58,10 @@ class CompressCase(PagedCase):
     freqs_dtype: str = "fp32"
     epsilon: float = 1e-6
     rotated: bool = True
+    normed: bool = True
     angles: int = 4
     state_page_size: int = 4
+    state_repeats: int = 1
     flat_table: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
@@ -75,7 +79,9 @@ class CompressCase(PagedCase):
             "kv": inputs.place("kv", drawn[:, 0], self.dtype),
             "gate": inputs.place("gate", drawn[:, 1], self.dtype),
             "bias": inputs.place("bias", inputs.normal(self.rate, columns), self.bias_dtype),
-            "gamma": inputs.place("gamma", inputs.uniform(0.5, 2.0, width), self.gamma_dtype),
+            "gamma": inputs.place("gamma", inputs.uniform(0.5, 2.0, width), self.gamma_dtype)
+            if self.normed
+            else None,
             "freqs": self._freqs(inputs),
         }
         copies = {name: None if t is None else t.cpu().clone() for name, t in given.items()}
@@ -103,6 +109,7 @@ class CompressCase(PagedCase):
                 layer=pool.layer_index,
                 state_layer=state.layer_index,
                 keep=self.keep,
+                state_pages_repeat=self.state_repeats > 1,
                 power_of_two_scales=self.power_of_two,
                 backend=backend,
             )
@@ -172,7 +179,9 @@ class CompressCase(PagedCase):
             row=RowShape(2 * columns, 0),
             page_size=self.state_page_size,
         )
-        table, slots = map_tokens(pool, used, flat=self.flat_table, wide=self.wide_indices)
+        table, slots = map_tokens(
+            pool, used, flat=self.flat_table, wide=self.wide_indices, repeats=self.state_repeats
+        )
         rows = inputs.normal(sum(self.kv_lens), 2 * columns)
         stored = write_tokens(pool, slots, read, rows)
         earlier = [

@@ -201,17 +201,19 @@ def map_tokens(
     flat: bool,
     wide: bool,
     spare_columns: int = SPARE_COLUMNS,
+    repeats: int = 1,
 ) -> tuple[PageTable, list[Tensor]]:
     """(page table on the device, per request int64 [tokens]: the slots of its tokens).
 
     used           per request, bool [tokens]: tokens the op may read; the entries of other pages
                    are garbage
     spare_columns  of a page table, past the longest request
+    repeats        consecutive places of a page in a page table, whose tokens share its slots
     """
     dtype = torch.int64 if wide else torch.int32
-    return (
-        _flat_table(pool, used, dtype) if flat else _paged_table(pool, used, dtype, spare_columns)
-    )
+    if flat:
+        return _flat_table(pool, used, dtype)
+    return _paged_table(pool, used, dtype, spare_columns, repeats)
 
 
 def _garbage(pool: Pool, *shape: int) -> Tensor:
@@ -220,7 +222,7 @@ def _garbage(pool: Pool, *shape: int) -> Tensor:
 
 
 def _paged_table(
-    pool: Pool, used: Sequence[Tensor], dtype: torch.dtype, spare_columns: int
+    pool: Pool, used: Sequence[Tensor], dtype: torch.dtype, spare_columns: int, repeats: int
 ) -> tuple[PageTable, list[Tensor]]:
     page_size, inputs = pool.cache.page_size, pool.inputs
     counts = [-(-len(tokens) // page_size) for tokens in used]
@@ -228,7 +230,7 @@ def _paged_table(
     table = _garbage(pool, len(used), max([1, *counts]) + spare_columns)
     slots = []
     for row, tokens, first, count in zip(table, used, starts_of(counts), counts, strict=False):
-        own = pages[first : first + count]
+        own = pages[first : first + -(-count // repeats)].repeat_interleave(repeats)[:count]
         token = torch.arange(len(tokens), device=inputs.drawn_on)
         slots.append(own[token // page_size] * page_size + token % page_size)
         whole = torch.nn.functional.pad(tokens, (0, count * page_size - len(tokens)))

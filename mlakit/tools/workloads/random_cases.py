@@ -225,6 +225,7 @@ def compress_case(draw: Draw, format: Format) -> CompressCase:
         rate=rate,
         overlap=overlap,
         keep=draw.choice((0, 3)),
+        normed=draw.choice((True, True, False)),
         dtype=draw.choice(PLAIN),
         bias_dtype=draw.choice(PLAIN),
         gamma_dtype=draw.choice(PLAIN),
