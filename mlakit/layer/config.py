@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mlakit.dispatch.checks import Dims, UnsupportedError
-from mlakit.model.config import ConfigFields, config_path, read_config
+from mlakit.model.config import ConfigFields, config_fields
 from mlakit.model.geometry import MLAGeometry, Rope
-from mlakit.model.releases import ALIASES, GLM5_NEXT, HY4, RELEASES, is_longcat_type
+from mlakit.model.releases import GLM5_NEXT, HY4, is_longcat_type
 from mlakit.model.v4 import is_v4
 
 NORM_EPSILON = 1e-6
@@ -114,9 +114,7 @@ class LayerConfig:
                 selection="own" if geometry.has_indexer else None,
                 max_positions=geometry.rope_parameters.max_position_embeddings,
             )
-        if isinstance(config, str) and config_path(config) is None:
-            config = RELEASES[ALIASES.get(config.lower(), config.lower())]
-        fields = read_config(config)
+        fields = config_fields(config)
         model_type = fields.get("model_type")
         rank, hidden = geometry.q_lora_rank, geometry.hidden_size
         is_longcat, is_hy4 = is_longcat_type(model_type), model_type == HY4

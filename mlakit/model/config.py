@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlakit.model.releases import ALIASES, RELEASES
+
 FILE = "config.json"
 
 
@@ -52,6 +54,13 @@ def config_path(path: str | os.PathLike[str]) -> Path | None:
     if os.path.isdir(found):
         found = os.path.join(found, FILE)
     return Path(found) if os.path.isfile(found) else None  # False also for an invalid path
+
+
+def config_fields(config: object) -> ConfigFields:
+    """`read_config` of what `MLAGeometry.from_config` takes: the name of a known model, too."""
+    if isinstance(config, str) and config_path(config) is None:
+        config = RELEASES[ALIASES.get(config.lower(), config.lower())]
+    return read_config(config)
 
 
 def read_config(config: object) -> ConfigFields:

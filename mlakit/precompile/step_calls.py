@@ -10,13 +10,14 @@ from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
 from mlakit.model.geometry import RowShape
-from mlakit.model.masks import CAUSAL, NULL
+from mlakit.model.masks import CAUSAL, NULL, compressed_causal
 from mlakit.ops import (
     indexer_select,
     merge_states,
     mla_decode,
     mla_prefill,
     norm_rope_quant_append,
+    physical_rows,
     sparse_mla,
 )
 from mlakit.precompile.calls import (
@@ -36,7 +37,9 @@ from mlakit.precompile.calls import (
     token_counts,
 )
 from mlakit.precompile.deployment import Deployment
+from mlakit.steps import CachedBatch, PooledKeyCache, PooledKeys
 from mlakit.steps.context import MAX_PARTIALS
+from mlakit.steps.pools import append_pools
 from mlakit.steps.weights import BLOCK, UpProjection
 
 
@@ -48,6 +51,8 @@ def step_calls(d: Deployment) -> Iterator[Call]:
     if d.geometry.has_indexer:
         yield from sparse(d)
         yield from selections(d)
+        if d.index_pool > 1:
+            yield from pools(d)
     if d.has_fp8_weights:
         yield from products(d)
 
@@ -56,7 +61,7 @@ def appends(d: Deployment) -> Iterator[Call]:
     """New tokens of a step: latents, rotated queries, and the indexer's keys."""
     g, dtype, cache = d.geometry, d.torch_dtype, latent_cache(d)
     freqs = empty(d.max_context, g.qk_rope_head_dim)
-    keys_cache = index_cache(d) if g.has_indexer else None
+    keys_cache = index_cache(d) if g.has_indexer and d.index_pool == 1 else None
 
     def run(tokens: int, batch: int, is_absorbed: bool) -> None:
         requests = integers(batch, d.max_pages), integers(batch), integers(batch + 1)
@@ -97,8 +102,28 @@ def index_cache(d: Deployment) -> PagedLatentCache:
         RowShape(d.geometry.index_head_dim, 0),
         "fp8_token",
         num_pages=NUM_PAGES,
-        page_size=d.page_size,
+        page_size=d.page_size // d.index_pool,
     )
+
+
+def pools(d: Deployment) -> Iterator[Call]:
+    """The index keys of pools of new tokens, and the rows of selected pools."""
+    width, latents = d.geometry.index_head_dim, latent_cache(d)
+    cache = PooledKeyCache.allocate(width, d.index_pool, num_pages=NUM_PAGES, page_size=d.page_size)
+    bias = empty(d.index_pool, width, dtype=d.torch_dtype)
+
+    def run(tokens: int, batch: int) -> None:
+        keys, gate = (empty(tokens, width, dtype=d.torch_dtype) for _ in range(2))
+        made = PooledKeys(gate, bias, cache.states, selects_tail=d.selects_tail)
+        requests = integers(batch, d.max_pages), integers(batch), integers(batch + 1)
+        step = CachedBatch(latents, *requests)
+        append_pools(keys, made, cache.keys, 0, step, power_of_two_scales=True, backend="auto")
+        if d.selects_tail:  # as `rows_of_pools` calls it
+            tail = integers(tokens, d.index_pool - 1, dtype=torch.int64)
+            physical_rows(tail, step.page_table, d.page_size, step.q_starts)
+
+    for tokens in powers_of_two(d.max_tokens):
+        yield Call(f"pool {tokens} tokens of a step", partial(run, tokens, min(tokens, MAX_BATCH)))
 
 
 def decode(d: Deployment) -> Iterator[Call]:
@@ -167,10 +192,11 @@ def merges(d: Deployment) -> Iterator[Call]:
 
 def sparse(d: Deployment) -> Iterator[Call]:
     g, cache = d.geometry, latent_cache(d)
+    listed = g.index_topk + (d.index_pool - 1 if d.selects_tail else 0)
 
     def run(tokens: int) -> None:
         q = by_token(tokens, g.num_heads, g.row.width, d.torch_dtype)
-        sparse_mla(q, cache, integers(tokens, g.index_topk), softmax_scale=SCALE)
+        sparse_mla(q, cache, integers(tokens, listed), softmax_scale=SCALE)
 
     for tokens in token_counts(d):
         yield Call(f"sparse attention of {tokens} tokens of a step", partial(run, tokens))
@@ -186,9 +212,10 @@ def selections(d: Deployment) -> Iterator[Call]:
             cache,
             integers(batch, d.max_pages),
             integers(batch),
-            g.index_topk,
+            g.index_topk // d.index_pool,
             q_starts=integers(batch + 1),
-            max_kv_len=columns,
+            mask=CAUSAL if d.index_pool == 1 else compressed_causal(d.index_pool),
+            max_kv_len=columns // d.index_pool,
         )
 
     for each in selection_batches(d):

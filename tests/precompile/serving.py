@@ -24,8 +24,9 @@ from mlakit import (
     CachedBatch,
     IndexInputs,
     LayerWeights,
-    MLAGeometry,
     PagedLatentCache,
+    PooledKeyCache,
+    PooledKeys,
     RowShape,
     UpProjection,
     mla_step,
@@ -337,14 +338,25 @@ class StepsEngine(Engine):
         plan = plan_step(kv_lens, q_lens, max_context_rows=self.draw.choice([None, 256]))
         mla_step(q, kv, self.weights, cached, plan=plan)
         if g.has_indexer:
-            row = RowShape(g.index_head_dim, 0)
+            keys = torch.zeros(tokens, g.index_head_dim, dtype=self.dtype)
+            cache, pools = self.index_keys(keys)
             index = IndexInputs(
                 torch.empty(tokens, g.index_n_heads, g.index_head_dim, dtype=E4M3),
-                torch.zeros(tokens, g.index_head_dim, dtype=self.dtype),
+                keys,
                 torch.zeros(tokens, g.index_n_heads),
-                PagedLatentCache.allocate(row, "fp8_token", num_pages=3),
+                cache,
+                pools=pools,
             )
             sparse_step(q, kv, self.weights, cached, index, g.index_topk)
+
+    def index_keys(self, keys: Tensor) -> tuple[PagedLatentCache, PooledKeys | None]:
+        width, size = self.g.index_head_dim, self.d.index_pool
+        if size == 1:
+            row = RowShape(width, 0)
+            return PagedLatentCache.allocate(row, "fp8_token", num_pages=3), None
+        cache = PooledKeyCache.allocate(width, size, num_pages=3, page_size=self.d.page_size)
+        bias = torch.zeros(size, width, dtype=self.dtype)
+        return cache.keys, PooledKeys(torch.zeros_like(keys), bias, cache.states)
 
     def steps(self) -> list[Callable[[], None]]:
         return [self.step] * 4
@@ -361,10 +373,10 @@ def main(
     seeds: str,
     mode: str = "",
 ) -> None:
-    assert model in ("deepseek-v3", "deepseek-v3.2", "glm-5")
+    assert model in ("deepseek-v3", "deepseek-v3.2", "glm-5", "glm-5.3-flash")
     number = int(arch)
     d = deployment(
-        MLAGeometry.preset(model),
+        model,
         heads=int(heads),
         format=format,
         page_size=64,

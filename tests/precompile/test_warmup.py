@@ -32,6 +32,7 @@ MORE_SERVED = (
     ("deepseek-v3.2", 64, "bf16", "steps", 90, 114, 5000, 3),
     ("deepseek-v3.2", 16, "fp8_block128", "vllm", 90, 114, 163_840, 30),
     ("deepseek-v3.2", 128, "bf16", "vllm", 90, 132, 40_000, 20),
+    ("glm-5.3-flash", 16, "fp8_block128", "steps", 90, 132, 5000, 4),
     ("glm-5", 8, "fp8_block128", "sglang", 90, 132, 202_752, 20),
     ("deepseek-v3", 16, "fp8_block128", "vllm", 80, 108, 20_000, 12),
     ("deepseek-v3.2", 16, "fp8_block128", "vllm", 89, 142, 40_000, 12),
@@ -195,6 +196,14 @@ def call(**changes: Any) -> Any:
         ({"format": "fp9"}, "format must be bf16, .* got 'fp9'"),
         ({"dtype": "fp8"}, "dtype must be bf16, fp16 or fp32, got 'fp8'"),
         ({"user": "trt"}, "user must be vllm, sglang, steps or all, got 'trt'"),
+        (
+            {"model": "glm-5.3-flash", "user": "vllm"},
+            "user must be steps or all for",
+        ),
+        (
+            {"model": "glm-5.3-flash", "page_size": 6},
+            "page_size must be a multiple of the 4",
+        ),
         ({"heads": 0}, "heads must be at least 1, got 0"),
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
         ({"page_rows": 8}, "page_rows must be at least 64, got 8"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mlakit.model.config import ConfigFields, config_path, read_config
+from mlakit.model.config import ConfigFields, config_fields
 from mlakit.model.geometry import MLAGeometry
-from mlakit.model.releases import ALIASES, HY4, RELEASES, is_longcat_type
+from mlakit.model.releases import HY4, is_longcat_type
 from mlakit.model.v4 import CSA, V4Config, is_v4
 
 LINEAR = "linear_attention"
@@ -25,13 +25,6 @@ class LayerCounts(NamedTuple):
     total: int
     mla: int
     indexer: int
-
-
-def config_fields(config: str) -> ConfigFields:
-    """The fields of a config that `MLAGeometry.from_config` takes: a path or a known model."""
-    if config_path(config) is not None:
-        return read_config(config)
-    return read_config(RELEASES[ALIASES.get(config.lower(), config.lower())])
 
 
 def read_model(config: str) -> tuple[ConfigFields, MLAGeometry, LayerCounts]:
