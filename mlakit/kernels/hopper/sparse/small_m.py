@@ -16,7 +16,7 @@ from mlakit.kernels.hopper.device.primitives import smem_layout
 from mlakit.kernels.hopper.sparse.lists import WorkTile
 from mlakit.kernels.hopper.sparse.lists import locate_tile as locate_m64_tile
 
-WORDS = gl.constexpr(gather_layout(32))
+GATHERED_WORDS = gl.constexpr(gather_layout(32))
 LISTED_KEYS = gl.constexpr(gl.SliceLayout(1, gather_layout(32)))
 WORD_TILE = gl.constexpr(smem_layout(32, 32))
 QUERY_TILE = gl.constexpr(smem_layout(128, 16))
@@ -58,6 +58,6 @@ def load_query(q, work, tokens, tile, query):
 def copy_rows(start, is_valid, WORD: gl.constexpr, smem):
     """Start to copy 128 bytes of each row of a block; zeros for invalid entries."""
     at = gl.expand_dims(start, 1)
-    at += gl.expand_dims(WORD + gl.arange(0, 32, gl.SliceLayout(0, WORDS)), 0)
+    at += gl.expand_dims(WORD + gl.arange(0, 32, gl.SliceLayout(0, GATHERED_WORDS)), 0)
     words = reinterpret(smem, gl.int32, [64, 32], WORD_TILE)
     copy_words(words, at, mask=gl.expand_dims(is_valid, 1))
