@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce, wraps
 from operator import or_
@@ -271,6 +272,20 @@ def count_compilations() -> None:
                 logging.getLogger("mlakit").info("compiled %s%s", src.name, took)
 
     knobs.listener = listen
+
+
+@contextmanager
+def driver_replaced_by(driver: Any) -> Iterator[None]:
+    """Have Triton ask `driver` in place of a GPU's in this scope."""
+    import triton
+
+    # not `.active`: that property looks for a driver, and there may be none
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(driver)
+    try:
+        yield
+    finally:
+        triton.runtime.driver.set_active(before)
 
 
 def hash_callees_first() -> None:

@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 
 from mlakit.dispatch import knobs, private
@@ -135,15 +134,12 @@ def launching_into(compilation: Compilation) -> Iterator[None]:
     """
     target = compilation.target
     token = _COMPILATION.set(compilation)
-    # not `.active`: that property looks for a driver, and there may be none
-    driver = triton.runtime.driver._active
-    triton.runtime.driver.set_active(_NoDriver(target.arch, compilation.device))
+    stand_in = _NoDriver(target.arch, compilation.device)
     try:
-        with pretending(target.arch, target.num_sms):
+        with private.driver_replaced_by(stand_in), pretending(target.arch, target.num_sms):
             yield
     finally:
         _COMPILATION.reset(token)
-        triton.runtime.driver.set_active(driver)
 
 
 class _NoDriver:

@@ -284,6 +284,14 @@ def test_the_current_device_and_stream_are_those_of_torch():
     assert private.quick_allocator("cuda") is not None
 
 
+def test_tritons_driver_is_replaced_for_a_scope():
+    before = triton.runtime.driver._active
+    stand_in = SimpleNamespace(get_current_device=lambda: 7)
+    with private.driver_replaced_by(stand_in):
+        assert triton.runtime.driver.active.get_current_device() == 7
+    assert triton.runtime.driver._active is before
+
+
 def test_the_entry_of_a_kernel_in_tritons_cache_is_found_without_a_compiler(tmp_path):
     def compile_kernel() -> None:
         found = triton.runtime.cache.get_cache_manager("ab" * 32).get_group("add_kernel.json")

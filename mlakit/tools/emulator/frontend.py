@@ -18,10 +18,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from mlakit.dispatch import private
 from mlakit.kernels.launch import SHARED_BYTES, Target, compiling
 from mlakit.tools.emulator.codegen import compile_module
 from mlakit.tools.emulator.ir import Module
@@ -202,16 +202,13 @@ def emulating(**settings: Any) -> Iterator[Emulation]:
             grid = grid(dict(zip(kernel.arg_names, args, strict=False)))
         emulation.launch(kernel, grid, args, given)
 
-    # not `.active`: that property looks for a driver, and there may be none
-    driver = triton.runtime.driver._active
     methods = JITFunction.run, JITFunction.warmup
-    triton.runtime.driver.set_active(NoDriver(emulation.arch))
-    JITFunction.run, JITFunction.warmup = run, run
-    try:
-        yield emulation
-    finally:
-        JITFunction.run, JITFunction.warmup = methods
-        triton.runtime.driver.set_active(driver)
+    with private.driver_replaced_by(NoDriver(emulation.arch)):
+        JITFunction.run, JITFunction.warmup = run, run
+        try:
+            yield emulation
+        finally:
+            JITFunction.run, JITFunction.warmup = methods
 
 
 @contextmanager
