@@ -457,6 +457,7 @@ BLACKWELL: dict[str, Case] = {
     # lists of 512 entries are split
     "blackwell-sparse-fp16-splits": _sparse("fp16", 128, topk=512, sink="finite"),
     "blackwell-sparse-512": _sparse("bf16", 128, **V4_ROW, with_lens=False),
+    "blackwell-sparse-fp16-512": _sparse("fp16", 70, **GLM5_NEXT_ROW, topk=64),
     "blackwell-sparse-h64-bf16": _sparse("bf16", 64),
     "blackwell-sparse-h16-q-rope": _sparse("bf16", 9, q_rope_dtype="bf16", sink="finite"),
     "blackwell-sparse-h32-extra": _sparse(
@@ -482,13 +483,16 @@ BLACKWELL: dict[str, Case] = {
     ),
     "blackwell-decode-external-plan": _decode("bf16", 32, **EXTERNAL_PLAN),
     "blackwell-decode-h16-bf16_split-page24": _decode("bf16_split", 16, page_size=24),
+    "blackwell-decode-h16-fp16_split": _decode("fp16_split", 9, dtype="fp16", kv_lens=(140, 3)),
     "blackwell-sparse-h16-512": _sparse("bf16", 16, **V4_ROW, sharpness=-2.0),
+    "blackwell-sparse-h16-fp16-512": _sparse("fp16", 9, **V4_ROW, topk=64, sink="finite"),
     "blackwell-prefill-192-128": _prefill(128, 64, 128),
     "blackwell-prefill-256-256": _prefill(192, 64, 256),
     "blackwell-prefill-128-128": _prefill(128, 0, 128),
     "blackwell-prefill-fp16-sink": _prefill(
         128, 64, 128, dtype="fp16", sink="mixed", sharpness=-2.0
     ),
+    "blackwell-prefill-fp16-128-128": _prefill(128, 0, 128, dtype="fp16", heads=1),
     "blackwell-prefill-null": _prefill(128, 64, 128, mask="null"),
     "blackwell-prefill-256-256-null": _prefill(192, 64, 256, mask="null", dtype="fp16"),
     **{
