@@ -93,6 +93,7 @@ class Problem:
     num_sms: int = 0  # 0: not known
     is_batch_invariant: bool = False  # a request's result may not depend on the rest of the batch
     product: ProductShape | None = None  # of scaled_mm_fp8
+    has_extra: bool = False  # sparse_mla: there is a second cache
 
     def __str__(self) -> str:
         where = self.device + (f" {arch_name(self.arch)}" if self.arch else "")
@@ -109,6 +110,7 @@ class Problem:
             "max_keys": self.max_keys,
             "num_sms": self.num_sms,
             "product": self.product,
+            "has_extra": self.has_extra,
         }
         return ", ".join([where, *(f"{name}={fact}" for name, fact in facts.items() if fact)])
 

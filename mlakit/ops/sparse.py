@@ -149,6 +149,7 @@ def _sparse(
         uses=tuple(_uses(a)),
         num_tokens=a.q.shape[0],
         num_sms=num_sms(a.q.device),
+        has_extra=a.extra is not None,
     )
     selection.select(NAME, problem, a.backend).launch(
         a._replace(softmax_scale=scale), out, lse, max_logits

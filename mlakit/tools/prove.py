@@ -1,9 +1,11 @@
 """`mlakit check --backend BACKEND`: proves kernels that `auto` takes only after a check passed.
 
-Every configuration of them in `compile.configurations` runs on this machine's GPU, as it is
-compiled and with more work, and is compared with the oracle on poisoned inputs. Each has a process
-of its own: a kernel that ends in an illegal instruction, or never, takes no other one with it. The
-outcome is recorded (`dispatch.proofs`).
+Every configuration of them in `compile.configurations` runs on this machine's GPU, and so does each
+with the heads, masks and second caches that other code is compiled for. One is run with little
+work, with more work, and with everything that a kernel is compiled for and a problem does not say,
+and is compared with the oracle on poisoned inputs. Each has a process of its own: a kernel that
+ends in an illegal instruction, or never, takes no other one with it. The outcome is recorded
+(`dispatch.proofs`).
 """
 
 from __future__ import annotations
@@ -12,28 +14,30 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mlakit.dispatch import proofs, selection
+from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.names import Backend
 from mlakit.dispatch.proofs import Facts, Proof
-from mlakit.dispatch.specs import arch_of
+from mlakit.dispatch.specs import Problem, arch_of
+from mlakit.model.masks import KINDS, WINDOWED
 from mlakit.tools import check
 from mlakit.tools.columns import counted
-from mlakit.tools.compile.configurations import SPECIALISED
+from mlakit.tools.compile.configurations import EXTERNAL_PLAN, SPECIALISED
 from mlakit.tools.workloads import Case
 from mlakit.tools.workloads.case import BatchedCase
 from mlakit.tools.workloads.random_launches import selection_of
 
-Body = Callable[[Backend, str], None]
 SEEDS = (0, 1, 2)
 LIMIT_S = 600.0  # of a configuration, most of it compilation
 # work for all SMs, by op: its oracle runs on the GPU
@@ -51,6 +55,40 @@ MORE_WORK: dict[str, dict[str, Any]] = {
         "oracle": "batched",
     },
 }
+# constants of kernels that a problem does not say: splits, gaps between pages, negative scales, …
+OTHER_CODE: dict[str, dict[str, Any]] = {
+    "sparse_mla": {
+        "topk": 600,
+        "num_splits": 3,
+        "with_lens": False,
+        "num_layers": 2,
+        "page_major": True,
+        "sink": "mixed",
+        "sharpness": -2.0,
+    },
+    "mla_decode": {
+        **EXTERNAL_PLAN,
+        "num_layers": 2,
+        "page_major": True,
+        "sink": "mixed",
+        "sharpness": -2.0,
+    },
+    "mla_prefill": {"padded": True, "sink": "mixed", "sharpness": -2.0},
+}
+HEADS = (5, 9, 20, 40, 100)  # less than a tile of 8, 16, 32, 64 and 128
+WINDOW = 100
+SECOND_CACHE: dict[str, Any] = {"extra_page_size": 16, "extra_topk": 64}
+
+
+class Configuration(NamedTuple):
+    """A case to run, and what it proves."""
+
+    name: str
+    proof: str  # what a problem asks for: "kernel: variant"
+    case: Case
+
+
+Body = Callable[[Backend, Configuration], None]
 
 
 @dataclass(frozen=True)
@@ -115,12 +153,13 @@ def cases_to_prove(backend: Backend) -> dict[str, Case]:
     return {name: case for name, case in SPECIALISED[backend][1].items() if case.op in ops}
 
 
-def names_of_proofs(backend: Backend, device: str = "cuda") -> dict[str, str]:
-    """Return the configurations that prove something, each with what it proves.
+def configurations(backend: Backend, device: str = "cuda") -> list[Configuration]:
+    """Return the configurations that prove something: those that are listed, and others that prove
+    what none of these does.
 
     Raises ValueError where the backend refuses one, with the reason.
     """
-    names = {}
+    found, others = [], []
     for name, case in cases_to_prove(backend).items():
         selected = selection_of(case, device, backend)
         if selected is None:
@@ -128,36 +167,76 @@ def names_of_proofs(backend: Backend, device: str = "cuda") -> dict[str, str]:
             raise ValueError(f"backend {backend} cannot be checked here: {refused.unsupported}")
         proof = proofs.configuration(*selected)
         if proof:
-            names[name] = proof
-    return names
+            found.append(Configuration(name, proof, case))
+            others += [Configuration(name, *each) for each in _others(case, selected[1], backend)]
+    known = {each.proof for each in found}
+    for each in others:
+        if each.proof not in known:
+            known.add(each.proof)
+            variant = each.proof.partition(": ")[2]
+            found.append(each._replace(name=f"{each.name} for {variant}"))
+    return found
 
 
-def quick(names: dict[str, str]) -> dict[str, str]:
+def _others(case: Case, problem: Problem, backend: Backend) -> Iterator[tuple[str, Case]]:
+    """Yield a case with other heads, masks and second caches, each with what it proves."""
+    for heads, mask, has_extra in product(
+        HEADS if problem.row else (problem.heads,),
+        KINDS if problem.mask else ("",),
+        (False, True) if case.op == "sparse_mla" else (False,),
+    ):
+        other = replace(problem, heads=heads, mask=mask, has_extra=has_extra)
+        try:
+            proof = proofs.configuration(selection.select(case.op, other, backend), other)
+        except UnsupportedError:
+            continue
+        changes: dict[str, Any] = {"heads": heads} if problem.row else {}
+        if mask:
+            changes["mask"] = mask
+        if hasattr(case, "window"):
+            changes["window"] = WINDOW if mask in WINDOWED else 0
+        if has_extra:
+            changes |= {"extra_format": problem.format, **SECOND_CACHE}
+        elif case.op == "sparse_mla":
+            changes["extra_format"] = ""
+        if proof:
+            yield proof, replace(case, **changes)
+
+
+def quick(known: Sequence[Configuration]) -> list[Configuration]:
     """Return the first configuration of each kernel."""
-    first: dict[str, str] = {}
-    for name, proof in names.items():
-        first.setdefault(proof.partition(":")[0], name)
-    return {name: names[name] for name in first.values()}
+    first: dict[str, Configuration] = {}
+    for each in known:
+        first.setdefault(each.proof.partition(":")[0], each)
+    return list(first.values())
 
 
 def cases_of(case: Case) -> Iterator[Case]:
-    """Yield a configuration with little work, and with more."""
+    """Yield a configuration with little work, with more, and with what selects other code."""
     for seed in SEEDS:
         yield replace(case, seed=seed)
         if isinstance(case, BatchedCase) and case.op in MORE_WORK:
             yield replace(case, seed=seed, calls=3, **MORE_WORK[case.op])
+        if case.op in OTHER_CODE:
+            yield replace(case, seed=seed, **OTHER_CODE[case.op])
 
 
-def run_configuration(backend: Backend, name: str) -> None:
+def run_configuration(backend: Backend, configuration: Configuration) -> None:
     """Run the cases of a configuration; AssertionError says what is wrong."""
-    for case in cases_of(SPECIALISED[backend][1][name]):
+    for case in cases_of(configuration.case):
+        selected = selection_of(case, "cuda", backend)
+        proof = selected and proofs.configuration(*selected)
+        if proof != configuration.proof:
+            raise AssertionError(f"{case!r} proves {proof}")
         case.run("cuda", backend)
 
 
-def _run_and_tell(sender: Connection, body: Body, backend: Backend, name: str) -> None:
+def _run_and_tell(
+    sender: Connection, body: Body, backend: Backend, configuration: Configuration
+) -> None:
     error = ""
     try:
-        body(backend, name)
+        body(backend, configuration)
     except Exception as wrong:  # noqa: BLE001  # whatever is wrong is the result
         error = str(wrong) or type(wrong).__name__
     sender.send(error)
@@ -165,8 +244,7 @@ def _run_and_tell(sender: Connection, body: Body, backend: Backend, name: str) -
 
 def check_configuration(
     backend: Backend,
-    name: str,
-    proof: str,
+    configuration: Configuration,
     *,
     body: Body = run_configuration,
     limit_s: float = LIMIT_S,
@@ -174,7 +252,7 @@ def check_configuration(
     """Run a configuration in a process of its own."""
     start, spawn = perf_counter(), get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_run_and_tell, args=(sender, body, backend, name))
+    process = spawn.Process(target=_run_and_tell, args=(sender, body, backend, configuration))
     process.start()
     sender.close()  # the other end is that of the process alone
     error = f"it has not ended after {limit_s:g} s"
@@ -185,6 +263,7 @@ def check_configuration(
             error = "its process has died"
     process.kill()
     process.join()
+    name, proof, _ = configuration
     return Checked(name, proof, perf_counter() - start, error)
 
 
@@ -193,24 +272,27 @@ def run(
     *,
     is_quick: bool,
     jobs: int,
+    before_all: Callable[[int], None] = lambda count: None,
     after_each: Callable[[Checked], None] = lambda checked: None,
 ) -> Outcome:
     """Check the configurations of a backend in `jobs` processes, and write the record.
 
+    before_all  is called with their number
     Raises ValueError, naming the backend, where this machine cannot run them.
     """
     facts, start = this_gpu(backend), perf_counter()
-    names = names_of_proofs(backend)
+    known = configurations(backend)
     if is_quick:
-        names = quick(names)
+        known = quick(known)
+    before_all(len(known))
     checked: dict[str, Checked] = {}
     with ThreadPoolExecutor(jobs) as threads:
-        futures = [threads.submit(check_configuration, backend, *each) for each in names.items()]
+        futures = [threads.submit(check_configuration, backend, each) for each in known]
         for future in as_completed(futures):
             done = future.result()
             checked[done.name] = done
             after_each(done)
-    in_order = tuple(checked[name] for name in names)
+    in_order = tuple(checked[each.name] for each in known)
     path = proofs.write(backend, proof_of(facts, in_order))
     return Outcome(backend, in_order, path, perf_counter() - start)
 
@@ -230,13 +312,13 @@ def run_with_progress(backend: Backend, *, is_quick: bool, jobs: int | None) -> 
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    total = 1 if is_quick else len(cases_to_prove(backend))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("compiling and checking", total=total)
+        task = progress.add_task("compiling and checking", total=None)
         return run(
             backend,
             is_quick=is_quick,
             jobs=jobs or os.cpu_count() or 1,
+            before_all=lambda count: progress.update(task, total=count),
             after_each=lambda checked: progress.update(task, advance=1, description=checked.name),
         )
 
@@ -246,11 +328,14 @@ def summary(outcome: Outcome) -> str:
     wrong = [each for each in outcome.checked if each.error]
     lines = [f"{each.name} is wrong ({each.proof}):\n{each.error}" for each in wrong]
     failed = {each.proof for each in wrong}
-    taken = sorted({each.proof for each in outcome.checked} - failed)
-    if taken:
-        lines.append(f"auto takes on this machine: {'; '.join(taken)}")
-    if failed:
-        lines.append(f"auto leaves out: {'; '.join(sorted(failed))}")
+    taken = {each.proof for each in outcome.checked} - failed
+    for title, some in (("auto takes on this machine", taken), ("auto leaves out", failed)):
+        kernels: dict[str, list[str]] = {}
+        for kernel, _, variant in (proof.partition(": ") for proof in sorted(some)):
+            kernels.setdefault(kernel, []).append(variant)
+        if kernels:
+            lines.append(f"{title}:")
+        lines += [f"  {kernel}: {'; '.join(variants)}" for kernel, variants in kernels.items()]
     count = counted(len(outcome.checked), "configuration")
     lines.append(f"{count} in {outcome.seconds:.0f} s; record: {outcome.path}")
     return "\n".join(lines)

@@ -225,11 +225,12 @@ def test_every_kernel_of_blackwell_needs_a_proof():
     assert specs
     assert all(spec.variant is not None for spec in specs)
     problem = replace(PROBLEM, arch=100, head_widths=(128, 64, 128))
-    assert [proofs.configuration(spec, problem) for spec in specs] == [
-        "mla_decode n64_bf16: bf16 576/512",
-        "mla_decode n64_fp8_kv: bf16 576/512",
+    masked = {spec: replace(problem, mask="causal" if spec.mask_traits else "") for spec in specs}
+    assert [proofs.configuration(*each) for each in masked.items()] == [
+        "mla_decode n64_bf16: bf16 576/512, causal, 64 heads",
+        "mla_decode n64_fp8_kv: bf16 576/512, causal, 64 heads",
         "sparse_mla m128_bf16: bf16 576/512",
-        "sparse_mla n64_bf16: bf16 576/512",
-        "sparse_mla n64_fp8_kv: bf16 576/512",
-        "mla_prefill: bfloat16 192/128",
+        "sparse_mla n64_bf16: bf16 576/512, 64 heads",
+        "sparse_mla n64_fp8_kv: bf16 576/512, 64 heads",
+        "mla_prefill: bfloat16 192/128, causal",
     ]

@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 from mlakit.dispatch import proofs, selection
 from mlakit.dispatch.proofs import Facts
 from mlakit.dispatch.specs import pretending
+from mlakit.kernels.blackwell import support
+from mlakit.model.masks import KINDS
 from mlakit.tools import check, cli, doctor, prove
 from mlakit.tools.compile.configurations import BLACKWELL, HOPPER
-from mlakit.tools.prove import Checked
+from mlakit.tools.prove import Checked, Configuration
 
 FACTS = Facts("NVIDIA H200", 90, "580.65.06", "3.9.0", "0.9.0", "5f1c")
 CASES = {name: HOPPER[name] for name in ("hopper-sparse-h128-bf16", "hopper-sparse-extra")}
@@ -52,16 +54,17 @@ def here(monkeypatch):
     """A GPU whose configurations are right but for those in the list."""
     wrong: list[str] = []
 
-    def checked(backend: str, name: str, proof: str) -> Checked:
+    def checked(backend: str, configuration: Configuration) -> Checked:
+        name, proof, _ = configuration
         return Checked(name, proof, 1.0, "out is wrong" if name in wrong else "")
 
-    def names(backend: str) -> dict[str, str]:
+    def known(backend: str) -> list[Configuration]:
         with pretending(90, 132):
             return real(backend, "cpu")
 
-    real = prove.names_of_proofs
+    real = prove.configurations
     monkeypatch.setattr(prove, "this_gpu", lambda backend: FACTS)
-    monkeypatch.setattr(prove, "names_of_proofs", names)
+    monkeypatch.setattr(prove, "configurations", known)
     monkeypatch.setattr(prove, "check_configuration", checked)
     return wrong
 
@@ -83,7 +86,7 @@ def test_a_passed_check_lets_auto_take_what_it_proves(here):
     assert chosen("bf16") == chosen("fp16") == "triton"
     code, output = invoke("--backend", "hopper")
     assert code == 0
-    assert f"auto takes on this machine: {BF16}; {FP16}" in output
+    assert f"auto takes on this machine:\n  {BF16}; fp16\n" in output
     assert "3 configurations in " in output
     forget()
     assert chosen("bf16") == chosen("fp16") == "hopper"
@@ -103,8 +106,7 @@ def test_a_failed_configuration_is_named_and_proves_nothing(here):
     code, output = invoke("--backend", "hopper", "--jobs", "2")
     assert code == 1
     assert f"hopper-sparse-extra is wrong ({BF16}):\nout is wrong" in output
-    assert f"auto takes on this machine: {FP16}" in output
-    assert f"auto leaves out: {BF16}" in output
+    assert f"auto takes on this machine:\n  {FP16}\nauto leaves out:\n  {BF16}\n" in output
     forget()
     assert (chosen("bf16"), chosen("fp16")) == ("triton", "hopper")
     record = json.loads(proofs.path_of("hopper", 90).read_text())
@@ -136,24 +138,24 @@ def test_a_machine_without_such_a_gpu_is_refused(monkeypatch):
 
 def test_a_refusal_is_no_failed_check():
     with pretending(80), pytest.raises(ValueError, match="checked here: needs sm_90, got sm_80"):
-        prove.names_of_proofs("hopper", "cpu")
+        prove.configurations("hopper", "cpu")
     assert not proofs.path_of("hopper", 90).exists()
 
 
-def fail(backend: str, name: str) -> None:
-    raise AssertionError(f"{name} on {backend} is wrong")
+def fail(backend: str, configuration: Configuration) -> None:
+    raise AssertionError(f"{configuration.name} on {backend} is wrong")
 
 
-def die(backend: str, name: str) -> None:
+def die(backend: str, configuration: Configuration) -> None:
     os._exit(1)
 
 
-def hang(backend: str, name: str) -> None:
+def hang(backend: str, configuration: Configuration) -> None:
     time.sleep(1000)
 
 
-def succeed(backend: str, name: str) -> None:
-    Path(os.environ["XDG_CACHE_HOME"], name).touch()
+def succeed(backend: str, configuration: Configuration) -> None:
+    Path(os.environ["XDG_CACHE_HOME"], configuration.name).touch()
 
 
 @pytest.mark.slow
@@ -168,26 +170,81 @@ def succeed(backend: str, name: str) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_configuration_has_a_process_of_its_own(body, limit_s, error, tmp_path):
-    checked = prove.check_configuration("hopper", "some", BF16, body=body, limit_s=limit_s)
+    some = Configuration("some", BF16, CASES["hopper-sparse-extra"])
+    checked = prove.check_configuration("hopper", some, body=body, limit_s=limit_s)
     assert (checked.name, checked.proof, checked.error) == ("some", BF16, error)
     assert (tmp_path / "some").exists() == (body is succeed)
 
 
-def test_configurations_run_with_little_work_and_with_more():
+def test_configurations_run_with_little_work_with_more_and_with_other_code():
     cases = list(prove.cases_of(BLACKWELL["blackwell-sparse-extra"]))
     assert {case.seed for case in cases} == set(prove.SEEDS)
-    assert {case.num_tokens for case in cases} == {2, 300}
+    assert {(case.num_tokens, case.num_splits) for case in cases} == {(2, 0), (300, 0), (2, 3)}
     assert all(case.extra_format == "bf16" for case in cases)
 
 
-def test_the_variant_of_a_quick_check_is_that_of_most_models():
-    names = {
-        "a": "sparse_mla m128: bf16",
-        "b": "sparse_mla m128: fp16",
-        "c": "mla_decode m128: bf16",
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sparse-h64-bf16", "decode-h64-bf16", "prefill-192-128"])
+def test_all_cases_of_a_configuration_run_the_kernel_that_it_proves(name, monkeypatch):
+    """So also those with more work and with other code."""
+    monkeypatch.setattr(prove, "SEEDS", (0,))
+    monkeypatch.setattr(support, "version", lambda package: "3.9.0")
+    case = BLACKWELL[f"blackwell-{name}"]
+    small = {"oracle": "loop", **dict.fromkeys(("num_tokens", "num_pages"), 9)}
+    found = set()
+    with pretending(100, 148):
+        for each in prove.cases_of(case):
+            fields = {key: value for key, value in small.items() if hasattr(each, key)}
+            selected = prove.selection_of(replace(each, **fields), "cpu", "blackwell")
+            assert selected is not None
+            found.add(proofs.configuration(*selected))
+    assert len(found) == 1
+    assert "" not in found
+
+
+def test_a_case_that_proves_something_else_is_refused(monkeypatch):
+    monkeypatch.setattr(prove, "selection_of", lambda case, device, backend: None)
+    with pytest.raises(AssertionError, match="proves None"):
+        prove.run_configuration("hopper", Configuration("some", BF16, next(iter(CASES.values()))))
+
+
+def test_other_heads_masks_and_second_caches_are_proved_each(monkeypatch):
+    """A variant is what a kernel is compiled for; see test_proved_variants for all of them."""
+    monkeypatch.setattr(support, "version", lambda package: "3.9.0")
+    names = ("sparse-h128-bf16", "sparse-h64-bf16", "prefill-192-128")
+    cases = {name: BLACKWELL[f"blackwell-{name}"] for name in names}
+    monkeypatch.setattr(prove, "SPECIALISED", {"blackwell": ((100,), cases)})
+    with pretending(100, 148):
+        known = prove.configurations("blackwell", "cpu")
+        for each in known:
+            assert (
+                proofs.configuration(*prove.selection_of(each.case, "cpu", "blackwell"))
+                == each.proof
+            )
+    rows = "bf16 576/512"
+    assert {each.proof for each in known} == {
+        f"sparse_mla m128_bf16: {rows}",
+        f"sparse_mla m128_bf16: {rows}, second cache",
+        *(f"sparse_mla n64_bf16: {rows}, {heads} heads" for heads in (16, 32, 64)),
+        *(f"sparse_mla n64_bf16: {rows}, second cache, {heads} heads" for heads in (16, 32, 64)),
+        *(
+            f"mla_prefill: bfloat16 192/128, {mask}"
+            for mask, traits in KINDS.items()
+            if not traits.IS_COMPRESSED
+        ),
     }
-    assert prove.quick(names) == {"a": names["a"], "c": names["c"]}
+    assert [each.name for each in prove.quick(known)] == list(names)
+
+
+def test_the_first_configuration_is_that_of_most_models():
     assert next(iter(BLACKWELL.values())).row.width == 576
+
+
+@pytest.mark.parametrize(("is_quick", "count"), [(True, 1), (False, 3)])
+def test_the_progress_bar_has_as_many_steps_as_configurations(is_quick, count, here):
+    counts, done = [], []
+    prove.run("hopper", is_quick=is_quick, jobs=1, before_all=counts.append, after_each=done.append)
+    assert (counts, len(done)) == ([count], count)
 
 
 def test_the_doctor_offers_the_check(monkeypatch):

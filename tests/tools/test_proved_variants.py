@@ -4,6 +4,7 @@ by: without one, `explain` would recommend a check that cannot enable the kernel
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -42,10 +43,10 @@ def problems(arch: int, num_sms: int) -> Iterator[Problem]:
     """Yield problems with everything that selects a kernel or its code."""
     given = {"device": "cuda", "arch": arch, "num_sms": num_sms, "page_size": 64}
     formats = (*FORMATS, *GROUP_FORMATS, *SPLIT_FORMATS)
-    for dtype, format, row, heads, mask in product(
-        DTYPES, formats, CACHED_ROWS, HEADS, ("", "null", "causal")
-    ):
-        yield Problem(**given, dtype=dtype, format=format, row=row, heads=heads, mask=mask)
+    for dtype, format, row, heads in product(DTYPES, formats, CACHED_ROWS, HEADS):
+        problem = Problem(**given, dtype=dtype, format=format, row=row, heads=heads)
+        yield from (problem, replace(problem, has_extra=True))
+        yield from (replace(problem, mask=mask) for mask in ("null", "causal"))
     for dtype, widths, mask in product(DTYPES, WIDTHS, KINDS):
         yield Problem(**given, dtype=dtype, head_widths=widths, heads=2, mask=mask)
     for dtype, shape in product(DTYPES, SHAPES):
@@ -85,7 +86,7 @@ def test_every_variant_has_a_configuration_that_proves_it(backend, monkeypatch):
     }
     monkeypatch.setattr(prove, "SPECIALISED", {**SPECIALISED, backend: (archs, few)})
     with pretending(*GPUS[backend]):
-        proved = set(prove.names_of_proofs(backend, "cpu").values())
+        proved = {each.proof for each in prove.configurations(backend, "cpu")}
     named = named_by_support(backend)
     assert named
     assert named - proved == set(), "no configuration proves these"

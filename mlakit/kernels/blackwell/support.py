@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from mlakit.dispatch.architectures import arch_name
 from mlakit.dispatch.names import one_of
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
-from mlakit.kernels.blackwell.device.configs import D_C, D_R
+from mlakit.kernels.blackwell.device.configs import D_C, D_R, head_rows
 from mlakit.kernels.blackwell.prefill.configs import WIDTHS as PREFILL_WIDTHS
 from mlakit.kernels.hopper.sparse.configs import D_V, ROWS
 from mlakit.kernels.hopper.support import PREFILL_MASK_TRAITS
@@ -75,9 +75,17 @@ def _why_not_sparse_fp8(problem: Problem) -> str | None:
 
 
 def _variant(problem: Problem) -> str:
-    """Return the rows that a kernel is compiled for."""
+    """Return what of a problem a kernel is compiled for: rows, mask, and whether there is a second
+    cache."""
     assert problem.row is not None
-    return f"{problem.format} {problem.row.width}/{problem.row.v_width}"
+    rows = f"{problem.format} {problem.row.width}/{problem.row.v_width}"
+    second = "second cache" if problem.has_extra else ""
+    return ", ".join(filter(None, (rows, problem.mask, second)))
+
+
+def _n64_variant(problem: Problem) -> str:
+    """Return what a kernel with keys as M is compiled for: the heads of a work tile, too."""
+    return f"{_variant(problem)}, {head_rows(problem.heads)} heads"
 
 
 def _why_slower_m128(problem: Problem) -> str | None:
@@ -106,7 +114,7 @@ def _sparse_spec(
         why_not,
         kernel=kernel,
         why_slower=why_slower,
-        variant=_variant,
+        variant=_variant if kernel == "m128_bf16" else _n64_variant,
     )
 
 
@@ -138,7 +146,7 @@ def _decode_spec(kernel: str, formats: Mapping[str, str]) -> KernelSpec:
         planner=f"{__package__}.decode.launch:plan_mla_decode",
         kernel=kernel,
         mask_traits=("IS_CAUSAL",),
-        variant=_variant,
+        variant=_n64_variant,
     )
 
 
@@ -156,10 +164,10 @@ def _why_not_prefill(problem: Problem) -> str | None:
 
 
 def _prefill_variant(problem: Problem) -> str:
-    """Return the dtype and the widths that the kernel is compiled for."""
+    """Return the dtype, the widths and the mask that the kernel is compiled for."""
     assert problem.head_widths is not None
     d_n, d_r, d_v = problem.head_widths
-    return f"{problem.dtype.removeprefix('torch.')} {d_n + d_r}/{d_v}"
+    return f"{problem.dtype.removeprefix('torch.')} {d_n + d_r}/{d_v}, {problem.mask}"
 
 
 SPECS = (

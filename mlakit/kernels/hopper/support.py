@@ -155,8 +155,13 @@ def _why_slower_small_m_fp4_kv(problem: Problem) -> str | None:
 
 
 def _fp4_variant(problem: Problem) -> str:
-    """Return the tile of heads that a call is computed with."""
-    return f"{problem.format}, {small_m_tiles(problem.heads, problem.page_size).rows} heads"
+    """Return the rows and the tile of heads of a call, and whether it has a second cache."""
+    second = ", second cache" if problem.has_extra else ""
+    return f"{problem.format}, {_small_m_rows(problem)} heads{second}"
+
+
+def _small_m_rows(problem: Problem) -> int:
+    return small_m_tiles(problem.heads, problem.page_size).rows
 
 
 def _why_slower_m64(problem: Problem) -> str | None:
@@ -336,11 +341,12 @@ def _decode(
 
 
 def _narrow_rows(problem: Problem) -> str:
-    """Return the rows of a problem that no GPU has run yet; "" for those of 512 latent columns."""
+    """Return the rows, and the tile of heads, of a problem that no GPU has run yet; "" for rows of
+    512 latent columns."""
     row = problem.row
     if row is None or row.kv_lora_rank == D_C:
         return ""
-    return f"{_stored(problem)} {row.width}/{row.v_width}"
+    return f"{_stored(problem)} {row.width}/{row.v_width}, {_small_m_rows(problem)} heads"
 
 
 def _why_not_product(problem: Problem) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -95,6 +96,8 @@ class PagedCase(Case):
     """A case with a cache.
 
     num_layers              the last layer is used, the others are poison
+    page_major              the pages of a layer have those of the others between them, as engines
+                            lay them out
     tensor_scale            of format "fp8"; a tensor if `tensor_scale_on_device`
     power_of_two            scales of the rows
     wide_indices            int64 instead of int32 for tables, lengths and offsets
@@ -106,6 +109,7 @@ class PagedCase(Case):
     format: Format = "bf16"
     page_size: int = 16
     num_layers: int = 1
+    page_major: bool = False
     tensor_scale: float = 1.0
     tensor_scale_on_device: bool = False
     power_of_two: bool = False
@@ -132,11 +136,13 @@ class PagedCase(Case):
         shape = (num_pages, self.num_layers, page_size or self.page_size)
         footer = isinstance(codec, PageFooterCodec)
         columns = codec.bytes_per_token if footer else codec.payload_elements
-        blocks = _blocks(inputs, name, codec, shape, columns, codec.payload_dtype)
+        place = partial(_blocks, inputs, codec=codec, shape=shape, page_major=self.page_major)
+        blocks = place(name, columns=columns, dtype=codec.payload_dtype)
         beside = None
         if codec.beside_dtype is not None and not footer:
-            axes = (shape, codec.beside_elements, codec.beside_dtype)
-            beside = _blocks(inputs, f"{name} beside", codec, *axes)
+            beside = place(
+                f"{name} beside", columns=codec.beside_elements, dtype=codec.beside_dtype
+            )
         scale: float | Tensor = self.tensor_scale if codec.has_tensor_scale else 1.0
         if codec.has_tensor_scale and self.tensor_scale_on_device:
             scale = inputs.place(
@@ -161,14 +167,16 @@ def _layers_first(blocks: Tensor | None) -> Tensor:
 def _blocks(
     inputs: Inputs,
     name: str,
+    *,
     codec: RowCodec,
     shape: tuple[int, int, int],
+    page_major: bool,
     columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Poisoned [pages, 1, layers, page_size, 1, columns] for `PagedLatentCache.wrap`.
 
-    Packed and layer-major; with padded inputs page-major, with gaps between rows and pages.
+    Packed; with padded inputs page-major, with gaps between rows and pages.
     """
     pages, layers, page_size = shape
     pad = max(PAD_BYTES // dtype.itemsize, 1) if inputs.padded else 0
@@ -178,7 +186,7 @@ def _blocks(
         by_row = columns + pad
         by_page = page_size * by_row + pad
     page_stride, layer_stride = (
-        (layers * by_page, by_page) if inputs.padded else (by_page, pages * by_page)
+        (layers * by_page, by_page) if inputs.padded or page_major else (by_page, pages * by_page)
     )
     memory = torch.empty(2 * GUARD + pages * layers * by_page, dtype=dtype, device=inputs.device)
     inputs.watch(name, poison(memory))

@@ -85,7 +85,7 @@ def test_fp8_rows(fields, reason):
 
 def test_it_needs_a_proof():
     (spec,) = (spec for spec in selection.specs("mla_decode") if spec.name == KERNEL)
-    assert spec.variant(problem()) == "bf16 576/512"
+    assert spec.variant(problem()) == "bf16 576/512, causal, 64 heads"
     assert selection.select("mla_decode", problem()).backend == "triton"
 
 

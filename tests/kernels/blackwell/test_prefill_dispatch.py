@@ -71,8 +71,8 @@ def test_reasons(fields, reason):
 
 def test_it_needs_a_proof():
     (spec,) = (spec for spec in selection.specs("mla_prefill") if spec.name == "blackwell")
-    assert spec.variant(problem()) == "bfloat16 192/128"
-    assert spec.variant(problem(head_widths=(192, 64, 256))) == "bfloat16 256/256"
+    assert spec.variant(problem()) == "bfloat16 192/128, causal"
+    assert spec.variant(problem(head_widths=(192, 64, 256))) == "bfloat16 256/256, causal"
     assert selection.select("mla_prefill", problem()).backend == "triton"
 
 
