@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
@@ -540,10 +541,38 @@ def hopper_product_case(draw: Draw) -> ScaledMatmulCase:
     )
 
 
+def blackwell_decode_case(draw: Draw) -> DecodeCase:
+    """A case for the Blackwell kernels: rows that they take, in pages of any size."""
+    formats: tuple[Format, ...] = ("bf16", "fp16", "fp8_block128")
+    rows: dict[str, Any] = {"format": draw.choice(formats), "page_size": draw.choice((64, 1, 24))}
+    dtype = "fp16" if rows["format"] == "fp16" else "bf16"
+    case = hopper_decode_case(draw)
+    return replace(case, **rows, dtype=dtype, q_scaled=False, tensor_scale=1.0)
+
+
+def blackwell_prefill_case(draw: Draw) -> PrefillCase:
+    """A case for the Blackwell kernel; a work tile is 128 or 256 queries, a block 128 keys."""
+    nope, rope, value = draw.choice(((128, 64, 128), (192, 64, 256), (128, 0, 128)))
+    return PrefillCase(
+        **_common(draw),
+        **_lengths(draw, longest=400, most_queries=300),
+        **_masked(draw, KINDS_OF_HOPPER),
+        **_attending(draw),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        wide_indices=draw.flip(),
+        dtype=draw.choice(("bf16", "bf16", "fp16")),
+        expanded=draw.flip(),
+    )
+
+
 SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
     ("hopper", DecodeCase): hopper_decode_case,
     ("hopper", PrefillCase): hopper_prefill_case,
     ("hopper", ScaledMatmulCase): hopper_product_case,
+    ("blackwell", DecodeCase): blackwell_decode_case,
+    ("blackwell", PrefillCase): blackwell_prefill_case,
 }
 # ops with a cache: a case for one format
 CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {

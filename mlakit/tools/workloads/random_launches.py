@@ -72,7 +72,18 @@ FOR_ANY = (
     _decode((1, 64), format="fp8_block128", sign=-1),
     _decode((1, 64), format="fp8_token", dtype="e4m3", mask="null", sink="mixed"),
 )
-CONFIGURATIONS = {"hopper": FOR_HOPPER}
+# a tile each of 16, 32 and 64 heads, and two of them
+FOR_BLACKWELL = (
+    _decode((1, 16), sink="mixed"),
+    _decode((17, 32), format="fp16", dtype="fp16", page_size=128, mask="null", sign=-1),
+    _decode((33, 64), page_size=24, sink="finite", page_major=True),
+    _decode((97, 128)),
+    _decode((1, 16), format="bf16_split", page_size=1),
+    _decode((1, 16), format="fp8_block128", page_size=1, mask="null"),
+    _decode((17, 32), format="fp8_block128", page_major=True, sign=-1),
+    _decode((97, 128), format="fp8_block128", sink="mixed"),
+)
+CONFIGURATIONS = {"hopper": FOR_HOPPER, "blackwell": FOR_BLACKWELL}
 
 
 def random_launch(
@@ -249,7 +260,19 @@ SPARSE_FOR_ANY = (
     *SPARSE_FOR_HOPPER,
     _sparse("fp8_token", extra_format="bf16", page_size=16),
 )
-SPARSE_CONFIGURATIONS = {"hopper": SPARSE_FOR_HOPPER}
+# TMA refuses a gap between pages that is no multiple of a row's
+SPARSE_FOR_BLACKWELL = (
+    _sparse(),
+    _sparse("fp16", dtype="fp16", page_size=3, sink="mixed"),
+    _sparse(page_major=True, with_lens=False, sign=-1),
+    _sparse(extra_format="bf16", extra_page_size=2, page_major=True, sink="finite"),
+    _sparse(**V4_ROW, sink="mixed"),
+    _sparse("fp16", dtype="fp16", **NO_ROPE_ROW, with_lens=False, extra_format="fp16", sign=-1),
+    _sparse("fp8_block128", sink="finite"),
+    _sparse("fp8_block128", page_major=True, extra_format="fp8_block128", extra_page_size=2),
+    _sparse("fp8_block128", **NO_ROPE_ROW, with_lens=False, sign=-1),
+)
+SPARSE_CONFIGURATIONS = {"hopper": SPARSE_FOR_HOPPER, "blackwell": SPARSE_FOR_BLACKWELL}
 LIST_EDGES = (1, 63, 64, 65, 127, 128, 129)
 
 
@@ -410,10 +433,15 @@ PREFILL_CONFIGURATIONS = (
     ((128, 64, 128), "e4m3", "causal", 0, "", 1),
     ((128, 64, 128), "e4m3", "null", 0, "finite", 1),
 )
+# what Blackwell's kernel takes
+PREFILL_FOR_BLACKWELL = tuple(
+    each for each in PREFILL_CONFIGURATIONS if each[0] != (64, 32, 64) and each[1] != "e4m3"
+)
 
 
 def prefill_launch(draw: Draw, backend: str, device: str) -> PrefillCase:
-    widths, dtype, mask, window, sink, sign = draw.choice(PREFILL_CONFIGURATIONS)
+    known = PREFILL_FOR_BLACKWELL if backend == "blackwell" else PREFILL_CONFIGURATIONS
+    widths, dtype, mask, window, sink, sign = draw.choice(known)
     batch, heads = draw.choice(PREFILL_BATCHES), draw.integer(1, 4)
     most = (GPU_SCORES if device != "cpu" else CPU_SCORES) // (batch * heads)
     longest = min(LONGEST_PREFILL, int(most**0.5))
