@@ -1,10 +1,11 @@
-"""Drops waits and fences from the source of Hopper's kernels: `make emulate` must then fail.
+"""Drops waits and fences from the source of Gluon kernels: `make emulate` must then fail.
 
     python -m tests.tools.emulator.drop_waits --seed 3
 
-The seed chooses three for each of decode, sparse, prefill, indexer and fp8, among the mutants that
-are not in survivors.toml. Each is dropped from a copy of the tree, where the emulated tests of its
-topic run until one fails. The exit status is 1 if one does not.
+The seed chooses three for each of Hopper's decode, sparse, prefill, indexer and fp8, and three for
+Blackwell, among the mutants that are not in survivors.toml. Each is dropped from a copy of the
+tree, where the emulated tests of its topic run until one fails. The exit status is 1 if one does
+not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mlakit.tools.emulator.mutations import NEVER_PENDING, WGMMA_WAIT, Mutant, N
 from tests.paths import ROOT
 from tests.tools.emulator.survivors import survivors
 
-FAMILIES = ("decode", "sparse", "prefill", "indexer", "fp8")
+FAMILIES = ("decode", "sparse", "prefill", "indexer", "fp8", "blackwell")
 OF_EACH = 3
 WAITS_AND_FENCES = (
     "ttng.wait_barrier",
@@ -39,7 +40,7 @@ WAITS_AND_FENCES = (
 # calls whose statement an operation of the IR comes from
 DROPPED_CALLS = ("wait", "named_wait", "fence_async_shared", "store_wait")
 WGMMA_CALL = "warpgroup_mma_wait"
-KERNELS = ROOT / "mlakit" / "kernels" / "hopper"
+KERNELS = ROOT / "mlakit" / "kernels"
 FOLDER = "tests/tools/emulator"
 CASES = f"{FOLDER}/test_mutants.py::test_a_kernel_has_no_fault_in_the_cases_of_its_mutants"
 
