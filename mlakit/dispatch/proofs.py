@@ -57,7 +57,7 @@ def facts_of(arch: int) -> Facts | None:
     gpus = {torch.cuda.get_device_name(each) for each in devices if arch_of(each) == arch}
     if len(gpus) != 1:
         return None
-    return Facts(gpus.pop(), arch, _driver(), _triton(), __version__, _hash_of_sources())
+    return Facts(gpus.pop(), arch, _driver(), _triton(), __version__, hash_of_sources())
 
 
 def _driver() -> str:
@@ -77,7 +77,7 @@ def _triton() -> str:
         return ""
 
 
-def _hash_of_sources() -> str:
+def hash_of_sources() -> str:
     """Return a hash of all kernels: those of Blackwell share parts with others."""
     digest = sha256()
     for path in sorted(KERNELS.rglob("*.py")):

@@ -213,11 +213,11 @@ def test_facts_are_those_of_the_gpus_of_an_architecture(names, expected, monkeyp
 def test_the_hash_covers_every_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(proofs, "KERNELS", tmp_path)
     (tmp_path / "a.py").write_text("x = 1\n")
-    before = proofs._hash_of_sources()
+    before = proofs.hash_of_sources()
     (tmp_path / "b.py").write_text("")
-    after = proofs._hash_of_sources()
+    after = proofs.hash_of_sources()
     (tmp_path / "a.py").write_text("x = 2\n")
-    assert len({before, after, proofs._hash_of_sources()}) == 3
+    assert len({before, after, proofs.hash_of_sources()}) == 3
 
 
 def test_every_kernel_of_blackwell_needs_a_proof():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -185,6 +186,10 @@ def emulate(
         False, "--trace", help="Show the interleaving that led to a fault, step by step."
     ),
     steps: int = typer.Option(60, min=1, help="With --trace: number of steps, the last ones."),
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write a record of the runs to this file.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Run Gluon kernels on the CPU, and look for races, deadlocks and wrong results.
 
@@ -214,5 +219,6 @@ def emulate(
         if name is None:
             raise ValueError("NAME must be a configuration, as --list shows them, got nothing")
         names = command.names_with(name)
-    if not command.run(names, range(seed, seed + seeds), is_traced=trace, steps=steps):
+    some = range(seed, seed + seeds)
+    if not command.run(names, some, is_traced=trace, steps=steps, file=json_file):
         raise typer.Exit(1)

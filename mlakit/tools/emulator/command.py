@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mlakit.dispatch.proofs import hash_of_sources
+from mlakit.tools.emulator import record
 from mlakit.tools.emulator.harness import CONFIGURATIONS, Outcome, Step, configuration, emulate
 from mlakit.tools.emulator.lowering import exit_without_leak_reports
 
@@ -28,9 +31,20 @@ def listing() -> str:
     return "\n".join(f"{name:{width}}  {configuration(name).case}" for name in CONFIGURATIONS)
 
 
-def run(names: Sequence[str], seeds: Sequence[int], *, is_traced: bool, steps: int) -> bool:
-    """Run configurations with every seed, print the outcomes, and return whether all passed."""
+def run(
+    names: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    is_traced: bool,
+    steps: int,
+    file: Path | None = None,
+) -> bool:
+    """Run configurations with every seed, print the outcomes, and return whether all passed.
+
+    file  for a record of the runs
+    """
     exit_without_leak_reports()
+    sources = hash_of_sources()
     console, outcomes = Console(), []
     columns = (
         TextColumn("{task.description}"),
@@ -46,6 +60,8 @@ def run(names: Sequence[str], seeds: Sequence[int], *, is_traced: bool, steps: i
                 outcomes.append(emulate(name, seed, is_traced=is_traced))
                 progress.advance(task)
                 print_outcome(console, outcomes[-1], steps)
+    if file is not None:
+        record.write(record.record_of(outcomes, sources), file)
     faulty = sum(not each.passed for each in outcomes)
     if len(outcomes) > 1:
         result = f"[red]{faulty} of them failed[/red]" if faulty else "[green]all passed[/green]"

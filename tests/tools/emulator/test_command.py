@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mlakit.tools import cli
 from mlakit.tools.compile.configurations import BLACKWELL, HOPPER
-from mlakit.tools.emulator import command
+from mlakit.tools.emulator import command, record
 from mlakit.tools.emulator.frontend import Launch
 from mlakit.tools.emulator.harness import Outcome, Step
 
@@ -68,6 +68,13 @@ def test_a_part_of_a_name_runs_several_with_several_seeds(monkeypatch):
     assert f"{count} runs, all passed" in output
     code, output = invoke(monkeypatch, "indexer-single", **RACE)
     assert (code, "6 runs, 6 of them failed" in output) == (1, True)
+
+
+def test_a_record_of_the_runs_is_written(monkeypatch, tmp_path):
+    file = tmp_path / "emulated.json"
+    code, _ = invoke(monkeypatch, "indexer-single", "--seeds", "2", "--json", str(file), **RACE)
+    recorded = record.read(file)
+    assert (code, recorded.seeds, len(recorded.faults)) == (1, (0, 1), 12)
 
 
 def test_the_list_has_every_configuration(monkeypatch):
