@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from mlakit.dispatch.proofs import hash_of_sources
 from mlakit.tools.emulator.harness import Outcome
@@ -48,8 +49,10 @@ def write(record: Record, path: Path) -> None:
 
 def read(path: Path) -> Record:
     """Read a record."""
-    fields = json.loads(path.read_text("utf-8"))
-    return Record(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+    fields: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    for name in ("seeds", "configurations", "faults"):
+        fields[name] = tuple(fields[name])
+    return Record(**fields)
 
 
 def changed_since(record: Record, configurations: Sequence[str]) -> str:
