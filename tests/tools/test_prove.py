@@ -250,7 +250,7 @@ def test_the_progress_bar_has_as_many_steps_as_configurations(is_quick, count, h
 def test_the_doctor_offers_the_check(monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(doctor, "arch_of", lambda device: 90)
-    kernels = "small_m_bf16, small_m_fp4_kv, scaled_mm_fp8, m64_bf16"
+    kernels = "small_m_bf16, small_m_fp4_kv, scaled_mm_fp8, m64_bf16, mla_prefill"
     needed = f"auto leaves out what needs a check of {kernels}"
     why = f"{needed} (no record): run mlakit check --backend hopper"
     assert doctor._offer("hopper") == why

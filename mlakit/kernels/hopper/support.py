@@ -32,6 +32,7 @@ from mlakit.kernels.hopper.indexer.configs import PIECE as INDEX_PIECE
 from mlakit.kernels.hopper.indexer.configs import WIDTH as INDEX_WIDTH
 from mlakit.kernels.hopper.prefill.configs import BLOCK_K as PREFILL_WIDTHS
 from mlakit.kernels.hopper.prefill.configs import FP8_BLOCK_K as FP8_PREFILL_WIDTHS
+from mlakit.kernels.hopper.prefill.configs import UNPROVED_WIDTHS as UNPROVED_PREFILL_WIDTHS
 from mlakit.kernels.hopper.sparse.configs import D_V as SPARSE_D_V
 from mlakit.kernels.hopper.sparse.configs import ROWS as SPARSE_ROWS
 
@@ -220,6 +221,12 @@ def _why_not_prefill(problem: Problem) -> str | None:
         got = "+".join(map(str, problem.head_widths or ())) or "none"
         return f"needs widths D_N+D_R+D_V of {known}, got {got}"
     return problem.uses[0].refusal if problem.uses else None
+
+
+def _prefill_variant(problem: Problem) -> str:
+    """Return the widths of a problem that no GPU has run yet; "" for the others."""
+    widths = problem.head_widths
+    return "+".join(map(str, widths)) if widths in UNPROVED_PREFILL_WIDTHS else ""
 
 
 # rows of a cache, and the queries that `sparse_mla` takes with them
@@ -429,5 +436,6 @@ SPECS = (
         f"{__package__}.prefill.launch:mla_prefill",
         _why_not_prefill,
         mask_traits=PREFILL_MASK_TRAITS,
+        variant=_prefill_variant,
     ),
 )

@@ -46,7 +46,12 @@ SPILL_BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     },
     # once per work tile; in the loops over keys one load of the chunked masks, and a few in the
     # loops of the producer and of the masking warpgroup
-    "mla_prefill_kernel": {"*-256-256*": (24, 45), "*-96-64": (12, 23), "*": (23, 38)},
+    "mla_prefill_kernel": {
+        "*-256-256*": (24, 45),
+        "*-256-0-256*": (24, 45),  # where they are is not looked at
+        "*-96-64": (12, 23),
+        "*": (23, 38),
+    },
     # the thread's index, stored at the start and loaded outside of the loops over blocks
     "sparse_mla_m128_bf16_kernel": {"*-extra": (2, 9), "*": (1, 6)},
     # likewise, once per work tile, but for seven loads in the loop of the softmax warps of 64 heads

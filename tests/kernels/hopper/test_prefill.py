@@ -21,6 +21,8 @@ WIDTHS = {  # D_N, D_R, D_V
     "256/256": (192, 64, 256),
     "128/128": (128, 0, 128),
     "96/64": (64, 32, 64),
+    "256 without rope": (256, 0, 256),
+    "128 of which 64 are rotated": (64, 64, 128),
 }
 LENGTHS = {  # kv_lens, q_lens
     "one token": ((1,), (1,)),

@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from mlakit import mla_prefill
-from mlakit.dispatch import selection
+from mlakit.dispatch import proofs, selection
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.specs import Problem, Use, pretending
-from mlakit.kernels.hopper.prefill.configs import BLOCK_K, BLOCK_Q, prefill_config
+from mlakit.kernels.hopper.prefill.configs import (
+    BLOCK_K,
+    BLOCK_Q,
+    UNPROVED_WIDTHS,
+    prefill_config,
+)
 from mlakit.model.masks import KINDS
 from mlakit.ops.prefill import _has_pitch
 from mlakit.tools.workloads import PrefillCase
@@ -25,11 +30,25 @@ def problem(**fields: object) -> Problem:
 
 
 @pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float16"])
-@pytest.mark.parametrize("widths", BLOCK_K)
+@pytest.mark.parametrize("widths", [each for each in BLOCK_K if each not in UNPROVED_WIDTHS])
 @pytest.mark.parametrize("mask", [kind for kind, known in KINDS.items() if not known.IS_COMPRESSED])
 def test_hopper_is_the_first_choice(mask, widths, dtype):
     asked = problem(mask=mask, head_widths=widths, dtype=dtype)
     assert selection.select("mla_prefill", asked).name == "hopper"
+
+
+@pytest.mark.parametrize("widths", UNPROVED_WIDTHS)
+def test_widths_that_no_gpu_has_run_wait_for_a_check(widths):
+    asked = problem(head_widths=widths)
+    assert selection.select("mla_prefill", asked).backend == "triton"
+    name = "mla_prefill: " + "+".join(map(str, widths))
+    reason = selection.explain("mla_prefill", asked)["hopper"]
+    assert reason is not None
+    assert "mlakit check --backend hopper enables it" in reason
+    spec = selection.select("mla_prefill", asked, "hopper")
+    assert (spec.backend, proofs.configuration(spec, asked)) == ("hopper", name)
+    fp8 = problem(head_widths=widths, dtype="torch.float8_e4m3fn")
+    assert "needs widths" in str(selection.explain("mla_prefill", fp8)["hopper"])
 
 
 @pytest.mark.parametrize(
@@ -41,8 +60,8 @@ def test_hopper_is_the_first_choice(mask, widths, dtype):
         ),
         (
             {"head_widths": (128, 64, 64)},
-            "needs widths D_N+D_R+D_V of 128+64+128, 192+64+256, 128+0+128, 64+32+64, "
-            "got 128+64+64",
+            "needs widths D_N+D_R+D_V of 128+64+128, 192+64+256, 128+0+128, 64+32+64, 256+0+256, "
+            "64+64+128, got 128+64+64",
         ),
         ({"uses": (Use.ALIBI_SLOPES,)}, "takes no alibi_slopes"),
         (

@@ -32,7 +32,11 @@ BLOCK_K = {
     (192, 64, 256): 64,
     (128, 0, 128): 128,
     (64, 32, 64): 128,
+    (256, 0, 256): 64,
+    (64, 64, 128): 128,
 }
+# no GPU has run them yet: `auto` takes them where a check on that machine has passed
+UNPROVED_WIDTHS = ((256, 0, 256), (64, 64, 128))
 # widths of e4m3 queries, keys and values
 FP8_BLOCK_K = {(128, 64, 128): 128, (128, 0, 128): 128}
 # 64 per consumer warpgroup. H200, 2026-11-17, 2 causal prompts of 8192 tokens, cycles of a block of
