@@ -24,6 +24,7 @@ GPU_SUITES = (
     "prefill-fp8",
     "prefill-grid",
     "norm-rope-quant",
+    "compress-rows",
     "indexer",
     "branch",
     "long-context",

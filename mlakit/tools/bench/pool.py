@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlakit.cache import PagedLatentCache, token_positions, token_slots
 from mlakit.formats import Format
-from mlakit.model.geometry import MLAGeometry
+from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.steps import CachedBatch
 from mlakit.tools.bench import gpu
 from mlakit.tools.testing import shuffled_pages
@@ -27,9 +27,10 @@ def filled_cache(
     page_size: int,
     format: Format,
     generator: torch.Generator,
+    row: RowShape = ROW,
 ) -> PagedLatentCache:
     cache = PagedLatentCache.allocate(
-        ROW, format, num_pages=num_pages, page_size=page_size, device=gpu.DEVICE
+        row, format, num_pages=num_pages, page_size=page_size, device=gpu.DEVICE
     )
     fill(cache, generator)
     return cache
@@ -52,10 +53,11 @@ def filled_pages(
     page_size: int,
     format: Format,
     generator: torch.Generator,
+    row: RowShape = ROW,
 ) -> tuple[PagedLatentCache, Tensor]:
     """A pool with room for all requests, and a page table with shuffled pages."""
     counts = page_counts(kv_lens, page_size)
-    cache = filled_cache(sum(counts), page_size, format, generator)
+    cache = filled_cache(sum(counts), page_size, format, generator, row)
     return cache, shuffled_pages(len(counts), counts, sum(counts), generator)
 
 

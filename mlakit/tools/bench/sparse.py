@@ -20,6 +20,7 @@ from torch import Tensor
 from mlakit import reference
 from mlakit.cache import PagedLatentCache
 from mlakit.formats import Format
+from mlakit.model.geometry import RowShape
 from mlakit.ops import sparse_mla
 from mlakit.tools.bench import correctness, gpu
 from mlakit.tools.bench.pool import ROW, SCALE
@@ -39,6 +40,7 @@ class Lists(NamedTuple):
     rows: Tensor
     tokens: Tensor | None = None  # the same by position in the request
     page_table: Tensor | None = None
+    extra: tuple[PagedLatentCache, Tensor] | None = None  # a second cache, and rows of it
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,23 @@ class SparseWorkload(Workload):
         return f"{self.suite}-{self.format}-{self.batch.label(self.heads)}-top{self.topk}"
 
     @property
+    def row(self) -> RowShape:
+        return ROW
+
+    @property
+    def attended(self) -> int:
+        """Rows that a query attends to."""
+        return self.topk
+
+    @property
     def flops(self) -> int:
-        return 2 * self.batch.tokens * self.heads * self.topk * (ROW.width + ROW.v_width)
+        columns = self.row.width + self.row.v_width
+        return 2 * self.batch.tokens * self.heads * self.attended * columns
 
     @property
     def query_bytes(self) -> int:
         """Bytes of a query, its result and its indices."""
-        return 4 * self.topk + 2 * self.heads * (ROW.width + ROW.v_width)
+        return 4 * self.attended + 2 * self.heads * (self.row.width + self.row.v_width)
 
     @property
     def small(self) -> Workload:
@@ -91,17 +103,19 @@ class SparseWorkload(Workload):
 
     def operation(self, q: Tensor, lists: Lists) -> Callable[[], tuple[Tensor, ...]]:
         """The call of mlakit."""
-        return lambda: sparse_mla(q, lists.cache, lists.rows, softmax_scale=SCALE)
+        return lambda: sparse_mla(
+            q, lists.cache, lists.rows, softmax_scale=SCALE, extra=lists.extra
+        )
 
     def build_case(self) -> BenchmarkCase:
         generator = gpu.generator()
         lists = self.lists(generator)
-        q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width)
+        q = gpu.normal(generator, self.batch.tokens, self.heads, self.row.width)
 
         call = self.operation(q, lists)
 
         def samples() -> Iterator[correctness.Sample]:
-            return sampled_queries(q, lists.cache, lists.rows)
+            return sampled_queries(q, lists.cache, lists.rows, lists.extra)
 
         return BenchmarkCase(
             call,
@@ -124,7 +138,10 @@ def random_tokens(queries: int, kv_len: int, topk: int, generator: torch.Generat
 
 
 def sampled_queries(
-    q: Tensor, cache: PagedLatentCache, rows: Tensor
+    q: Tensor,
+    cache: PagedLatentCache,
+    rows: Tensor,
+    extra: tuple[PagedLatentCache, Tensor] | None = None,
 ) -> Iterator[correctness.Sample]:
     """The oracle's results for some queries, each over its own rows.
 
@@ -138,10 +155,13 @@ def sampled_queries(
         if is_rounded:
             payload = layer.payload[slots // layer.page_size, slots % layer.page_size]
             naive_listed = rounded_rows(listed, block_scales(payload.view(torch.uint8)))
+        if extra is not None:
+            others = extra[0].layer(0).read(extra[1][token].long(), torch.float64)
+            listed, naive_listed = (torch.cat([each, others]) for each in (listed, naive_listed))
         place = torch.arange(len(listed), device=rows.device)[None]
         exact, naive = (
             reference.sparse_mla(
-                q[own], keys, place, softmax_scale=SCALE, v_width=ROW.v_width, dtype=dtype
+                q[own], keys, place, softmax_scale=SCALE, v_width=cache.row.v_width, dtype=dtype
             )
             for keys, dtype in ((listed, torch.float64), (naive_listed, torch.float32))
         )

@@ -82,7 +82,7 @@ class Sparse(sparse_decode.Sparse):
         return f"vllm-{super().name}"
 
     def operation(self, q: Tensor, lists: Lists) -> Pair:
-        cache, _, tokens, table = lists
+        cache, tokens, table = lists.cache, lists.tokens, lists.page_table
         assert tokens is not None
         assert table is not None
         starts, parts = gpu.int32(self.batch.starts), query_parts(q)

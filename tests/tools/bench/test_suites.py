@@ -83,6 +83,16 @@ def test_flops_and_bytes_are_counted_as_promised():
     sparse = counted["sparse-decode-fp8_block128-b64-h64-32768-top2048"]
     assert sparse.flops == 2 * 64 * 64 * 2048 * 1088
     assert sparse.bytes == 64 * (2048 * (656 + 4) + 2 * 64 * 1088)
+    narrow = counted["sparse-decode-v4-mxfp4_block32-b128-h64-32768-top512"]
+    assert narrow.flops == 2 * 128 * 64 * 640 * 1024
+    assert narrow.bytes == 128 * (640 * (368 + 4) + 2 * 64 * 1024)
+    decode = counted["compress-fp8_block64-rate128-b16-256"]
+    states = 127 * 2 * 512 * 4  # the last token ends a window: no later one needs a state
+    once = 4 * (128 * 512 + 512)
+    assert decode.bytes == once + 16 * (states + 2 * 512 * 2 + 584 + 4 * 64)
+    prompt = counted["compress-fp8_block64-rate4-b1-q8192-8192"]
+    written = 2048 * (584 + 4 * 64) + 4 * 2 * 1024 * 4
+    assert prompt.bytes == 4 * (4 * 1024 + 512) + 8192 * 2 * 1024 * 2 + written
     assert counted["prefill-bf16-b4-h128-4096-full"].flops == 2 * 4 * 128 * 4096**2 * 320
     assert counted["prefill-bf16-b4-h128-4096-causal"].flops == 4 * 128 * 4096**2 * 320
     assert counted["indexer-topk-64x8192-k2048"].bytes == 4 * 64 * (8192 + 2048)
@@ -157,6 +167,8 @@ def mutate_kernel(monkeypatch, op: str) -> None:
     def zero_last_row(a: Arguments) -> None:
         if op == "append_rows":  # its result is the cache
             a["layer"].payload.flatten(0, 1)[a["slots"][-1]] = 0
+        elif op == "compress_rows":
+            a["layer"].payload.zero_()
         else:
             a["out" if "out" in a else "q_rope_out"][-1] = 0
 
