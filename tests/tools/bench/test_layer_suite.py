@@ -17,7 +17,7 @@ from mlakit.tools.bench.gemms import Gemm
 from mlakit.tools.bench.report import SELECT, STAGES
 from mlakit.tools.bench.shapes import Batch
 from mlakit.tools.bench.step_checks import check_layer, check_selection
-from mlakit.tools.bench.steps import GEMM_SUM, GEMMS_IN_A_ROW, Layer
+from mlakit.tools.bench.steps import GEMM_SUM, GEMMS_IN_A_ROW, STAGE_SUM, Layer, SparseStep
 from tests.tools.bench.fakes import pretend_gpu
 from tests.tools.bench.test_suites import mutate_kernel
 
@@ -95,8 +95,27 @@ def test_times_of_products_become_a_sum():
     found = workload.with_derived({**seconds, **others, "mlakit": [9.0] * 2})
     assert list(found) == ["mlakit", "projections", "output", GEMM_SUM, "read same bytes"]
     assert found[GEMM_SUM] == [6.0, 12.0]
+    for stage in workload.parts:
+        others[stage] = [0.5, 1.0]
+    found = workload.with_derived({**seconds, **others, "mlakit": [9.0] * 2})
+    assert found[STAGE_SUM] == [3.0, 6.0]
     del seconds[names[2]]
     assert GEMM_SUM not in workload.with_derived({**seconds, "mlakit": [9.0] * 2})
+
+
+def test_the_stages_of_a_sparse_layer_add_up_with_its_selection_whole():
+    workload = Layer("v3.2", "bf16", Batch.of(16, 1, 4096))
+    seconds = {stage: [1.0, 2.0] for stage in workload.parts}
+    found = workload.with_derived({**seconds, "mlakit": [9.0] * 2})
+    assert found[STAGE_SUM] == [8.0, 16.0]
+    assert workload.target_baseline == STAGE_SUM
+    assert workload.min_speedup == 1 / 1.10
+    assert Layer("v3", "bf16", Batch.of(16, 1, 4096)).min_speedup is None
+    assert Layer("v3.2", "bf16", Batch.of(128, 1, 4096)).min_speedup is None
+    step = SparseStep(Batch.of(16, 1, 4096))
+    seconds = {stage: [1.0, 2.0] for stage in step.parts} | {"logits": [0.5, 0.5]}
+    found = step.with_derived({**seconds, "mlakit": [9.0] * 2})
+    assert (found[STAGE_SUM], found["top-k"]) == ([5.0, 10.0], [0.5, 1.5])
 
 
 @pytest.mark.parametrize("kind", KINDS)
