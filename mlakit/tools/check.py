@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from rich.box import SIMPLE
@@ -23,7 +23,12 @@ from mlakit.dispatch.knobs import Backend
 from mlakit.tools.columns import counted
 from mlakit.tools.workloads import CASES, Case
 from mlakit.tools.workloads.random_cases import SeededDraw, random_case
-from mlakit.tools.workloads.random_launches import LAUNCHES, kernel_of, random_launch
+from mlakit.tools.workloads.random_launches import (
+    LAUNCHES,
+    backend_for,
+    kernel_of,
+    random_launch,
+)
 
 KINDS: dict[str, type[Case]] = {case.op: case for case in CASES}
 DEVICES = ("auto", "cpu", "cuda")
@@ -40,6 +45,7 @@ class Settings:
     launches  check this many launches of few compiled kernels instead of cases, from index `first`
     calls     calls per launch, which must all return the same bits; None: one, or sometimes three
     kernel    only launches that dispatch gives to this kernel of `backend`; see `with_kernel`
+    record    a file to which the launches of each kernel are added; "": none
     jobs      processes that share the work. A process compiles on one core, and finds what others
               have compiled in Triton's cache on disk
     step      from a seed of cases, or an index of launches, to the next
@@ -56,6 +62,7 @@ class Settings:
     first: int = 0
     calls: int | None = None
     kernel: str = ""
+    record: str = ""
     jobs: int = 1
     step: int = 1
 
@@ -143,6 +150,7 @@ class Failure:
     command: str  # repeats the case
     python: str  # repeats it without the random draw
     launch: int | None = None  # its index; None for a case
+    kernel: str = ""  # where launches are recorded by kernel
 
 
 @dataclass
@@ -152,6 +160,8 @@ class Outcome:
     seconds: float = 0.0
     failure: Failure | None = None
     num_done: int = 0  # cases or launches, including a wrong one
+    # correct launches by op, backend and kernel, where they are recorded
+    kernels: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
     @property
     def num_correct(self) -> int:
@@ -213,7 +223,7 @@ def with_kernel(settings: Settings) -> Settings:
 
 def _check_launches(settings: Settings) -> None:
     if settings.launches is None:
-        options = ("first", "calls", "kernel")
+        options = ("first", "calls", "kernel", "record")
         for name, value in ((name, getattr(settings, name)) for name in options):
             if value:
                 raise ValueError(f"{name} needs launches")
@@ -241,11 +251,12 @@ def random_launches(settings: Settings) -> Iterator[tuple[int, Case]]:
     """
     misses = 0
     place, backend = settings.torch_device, settings.backend
+    asked = backend_for(backend, settings.kernel)
     for number in count(settings.first, settings.step):
         for op in settings.ops:
             draw = SeededDraw(f"{op} {settings.seed} launch {number}")
             launch = random_launch(draw, op, backend, place, settings.calls)
-            if not settings.kernel or kernel_of(launch, place, backend) == settings.kernel:
+            if not settings.kernel or kernel_of(launch, place, asked) == settings.kernel:
                 misses = 0
                 yield number, launch
                 continue
@@ -272,7 +283,7 @@ def run(
         after_each(done, outcome.seconds)
         if _is_over(settings, done, outcome.seconds) or is_stopped():
             break
-        outcome.failure = _check(case, number, settings, outcome.tallies)
+        outcome.failure = _check(case, number, settings, outcome)
         outcome.num_done = done + 1
         if outcome.failure is not None:
             outcome.seconds = perf_counter() - start
@@ -306,6 +317,8 @@ def _joined(settings: Settings, outcomes: Sequence[Outcome], seconds: float) -> 
     for each in outcomes:
         together.num_done += each.num_done
         together.failure = together.failure or each.failure
+        for kernel, launches in each.kernels.items():
+            together.kernels[kernel] = together.kernels.get(kernel, 0) + launches
         for key, tally in each.tallies.items():
             known = together.tallies.get(key, Tally())
             together.tallies[key] = Tally(*map(sum, zip(known, tally, strict=True)))
@@ -337,23 +350,29 @@ def _is_over(settings: Settings, done: int, seconds: float) -> bool:
     return settings.minutes is not None and seconds >= 60 * settings.minutes
 
 
-def _check(
-    case: Case, number: int, settings: Settings, tallies: dict[tuple[str, str], Tally]
-) -> Failure | None:
+def _check(case: Case, number: int, settings: Settings, outcome: Outcome) -> Failure | None:
+    tallies = outcome.tallies
     for backend in selection.backends(case.op):
         if settings.backend not in ("", backend):
             continue
         tally = tallies.get((case.op, backend), Tally())
-        result = run_case(case, settings.torch_device, backend)
+        asked = cast("Backend", backend_for(backend, settings.kernel))
+        result = run_case(case, settings.torch_device, asked)
+        kernel = settings.kernel
+        if settings.record and not kernel and result.unsupported is None:
+            kernel = kernel_of(case, settings.torch_device, backend)
         if result.unsupported is not None:
             tally = tally._replace(unsupported=tally.unsupported + 1)
         elif result.error is not None:
             python, _, error = result.error.partition("\n")
             seed, launch = (number, None) if settings.launches is None else (settings.seed, number)
             command = settings.command(case.op, number)
-            return Failure(case.op, backend, seed, error, command, python, launch)
+            return Failure(case.op, backend, seed, error, command, python, launch, kernel)
         else:
             tally = tally._replace(correct=tally.correct + 1)
+            if settings.record:
+                key = (case.op, backend, kernel)
+                outcome.kernels[key] = outcome.kernels.get(key, 0) + 1
         tallies[case.op, backend] = tally
     return None
 

@@ -19,9 +19,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "vllm.md")
+PAGES = tuple(
+    ROOT / name for name in ("README.md", "docs/measured.md", "docs/vllm.md", "docs/notes/races.md")
+)
 MARKER = re.compile(r"(<!-- figure: ([a-z0-9_-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OURS = "mlakit"
+EMULATOR = "emulator"
 LEVEL = 0.005  # speeds that differ by less are the same
 NAMES = {
     "flash_mla": "FlashMLA", "fa3": "FlashAttention-3", "sdpa": "SDPA", "deep_gemm": "DeepGEMM",
@@ -208,7 +211,30 @@ def summary() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"summary": summary} | {
+def launches() -> str:
+    """Random launches of each kernel on GPUs; a line without a kernel is of all of a backend."""
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    versions: set[str] = set()
+    for each in json.loads((DATA / "random-launches.json").read_text(encoding="utf-8")):
+        name = f"{each['backend']}:{each['kernel']}" if each["kernel"] else each["backend"]
+        count = counts.setdefault((each["op"], name), {"wrong": 0, EMULATOR: 0})
+        if each["device"] == EMULATOR:
+            count[EMULATOR] += each["launches"]
+            continue
+        versions.add(each["triton"])
+        count[each["triton"]] = count.get(each["triton"], 0) + each["launches"]
+        count["wrong"] += each["wrong"]
+    tritons = sorted(versions)
+    shown = [*tritons, "wrong", EMULATOR]
+    headings = [*(f"with Triton {each}" for each in tritons), "wrong", "in the emulator"]
+    lines = [f"| op | kernel | {' | '.join(headings)} |", "| --- " * (2 + len(shown)) + "|"]
+    for (op, name), count in sorted(counts.items()):
+        cells = " | ".join(str(count.get(column, 0)) for column in shown)
+        lines.append(f"| `{op}` | `{name}` | {cells} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"summary": summary, "launches": launches} | {
     name: figure.table for name, figure in FIGURES.items()
 }
 

@@ -53,6 +53,7 @@ LAYERS = (
     "tools tools.columns tools.options tools.testing",
     "tools.workloads",
     "tools.bench tools.check tools.compile",
+    "tools.launch_records",
     "tools.accuracy tools.demo tools.doctor tools.emulator tools.generate tools.memory tools.prove"
     " tools.support tools.tiny",
     "tools.planner",

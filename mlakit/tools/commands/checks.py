@@ -66,9 +66,9 @@ def check(
     launches: int | None = typer.Option(
         None,
         min=1,
-        help="Check this many launches of mla_decode, mla_prefill, sparse_mla and the indexer ops "
-        "instead, in few configurations that are compiled once. The oracle runs on the device: "
-        "milliseconds per launch on a GPU.",
+        help="Check this many launches of mla_decode, mla_prefill, sparse_mla, scaled_mm_fp8 and "
+        "the indexer ops instead, in few configurations that are compiled once. The oracle runs on "
+        "the device: milliseconds per launch on a GPU.",
     ),
     first: int = typer.Option(0, min=0, help="With --launches: the index of the first launch."),
     calls: int | None = typer.Option(
@@ -98,6 +98,12 @@ def check(
     jobs: int | None = typer.Option(
         None, min=1, help="Processes: each compiles kernels on a core of its own. Default: 1."
     ),
+    record: str = typer.Option(
+        "",
+        metavar="FILE",
+        help="With --launches: add the launches of each kernel to a JSON file, with seed, commit, "
+        "Triton and GPU.",
+    ),
     quick: bool = typer.Option(
         False,
         "--quick",
@@ -119,7 +125,7 @@ def check(
 
     from rich.console import Console
 
-    from mlakit.tools import check, prove
+    from mlakit.tools import check, launch_records, prove
 
     if prove.needs_proof(backend) and not set(typed(context)) - PROOF_OPTIONS:
         _prove(cast("Backend", backend), is_quick=quick, jobs=jobs, as_json=as_json)
@@ -139,14 +145,19 @@ def check(
         first=first,
         calls=calls,
         kernel=kernel,
+        record=record,
         jobs=jobs or 1,
     )
     with usage_errors():
         settings = check.with_kernel(settings)
         check.check_settings(settings)
+        if record and Path(record).exists():
+            launch_records.read(Path(record))  # before an hour of launches, not after it
     if launches is None:
         refuse(context, ["first"], "{} needs --launches")  # also for --first 0
     outcome = check.run_with_progress(settings)
+    if record:
+        launch_records.add_run(Path(record), outcome)
     if as_json:
         typer.echo(json.dumps(outcome.as_json(), indent=2))
     else:

@@ -13,7 +13,7 @@ from mlakit.dispatch.knobs import Backend
 from mlakit.formats import saturating_cast
 from mlakit.ops import quantize_fp8, scaled_mm_fp8
 from mlakit.tools.testing import assert_matches, assert_same_bits
-from mlakit.tools.workloads.case import Case, Results, Trial, assert_given
+from mlakit.tools.workloads.case import BatchedCase, Case, Results, Trial, assert_given
 from mlakit.tools.workloads.inputs import DTYPES, Inputs
 
 E4M3 = torch.float8_e4m3fn
@@ -73,7 +73,7 @@ class QuantizeCase(Case):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ScaledMatmulCase(Case):
+class ScaledMatmulCase(BatchedCase):
     """One call of `scaled_mm_fp8`: a [M, K] times b [N, K]ᵀ.
 
     batch          size of a leading axis, 0 for none
@@ -95,7 +95,7 @@ class ScaledMatmulCase(Case):
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
-        inputs = Inputs(device, self.seed, padded=self.padded)
+        inputs = self.inputs(device)
         leading = (self.batch,) if self.batch else ()
         n_groups, k_groups = -(-self.n // self.n_group), -(-self.k // self.k_group)
         a = inputs.place("a", 4 * inputs.normal(*leading, self.m, self.k), E4M3)
@@ -129,12 +129,12 @@ class ScaledMatmulCase(Case):
 
         def check(results: Results) -> None:
             assert_given("out", results[0], out)
-            operands = tuple(tensor.cpu() for tensor in (a, a_scale, b, b_scale))
+            operands = tuple(t.to(inputs.drawn_on) for t in (a, a_scale, b, b_scale))
             exact = self._oracle(operands, torch.float64)
             naive = saturating_cast(self._oracle(operands, torch.float32), dtype)
-            assert_matches("out", results[0].cpu(), exact, naive)
+            assert_matches("out", results[0].to(inputs.drawn_on), exact, naive)
 
-        return Trial(inputs, call, check)
+        return Trial(inputs, call, check, self.calls, ("out",))
 
     def _oracle(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

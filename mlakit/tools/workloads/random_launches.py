@@ -14,6 +14,7 @@ from mlakit.dispatch.specs import KernelSpec, Problem
 from mlakit.formats import Format
 from mlakit.tools.workloads.case import BatchedCase, Case
 from mlakit.tools.workloads.decode import DecodeCase
+from mlakit.tools.workloads.fp8 import ScaledMatmulCase
 from mlakit.tools.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
 from mlakit.tools.workloads.indexer_select import IndexerSelectCase
 from mlakit.tools.workloads.paged import SPARE_COLUMNS
@@ -39,10 +40,12 @@ Configuration: TypeAlias = dict[str, Any]
 
 def _decode(heads: tuple[int, int], *, sign: int = 1, **more: Any) -> Configuration:
     """heads  first, last; sign  of softmax_scale"""
-    return {"heads": heads, "sign": sign, "page_size": 64, **more}
+    row = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    return {"heads": heads, "sign": sign, "page_size": 64, **row, **more}
 
 
 SPARE_KEYS = 70_400  # table capacity with which the m64 kernels are selected
+NARROW_RANK = 256  # latent columns of Mistral 4's rows
 # a kernel each for up to 8, 16, 32, 64 and 128 heads, for FP8 caches and for FP8 queries
 FOR_HOPPER = (
     _decode((1, 8), sink="mixed"),
@@ -64,7 +67,32 @@ FOR_HOPPER = (
     _decode((9, 16), format="fp8_token", page_size=1, mask="null"),
     _decode((97, 128), format="fp8_token", page_size=1),
     _decode((97, 128), format="fp8", dtype="e4m3", page_size=1, q_scaled=True),
+    _decode((97, 128), format="fp8", dtype="fp16"),
+    _decode((33, 64), format="fp8", page_size=32, sink="mixed"),
+    _decode((17, 32), format="fp8_token", dtype="e4m3", q_rope_dtype="bf16"),
+    _decode((97, 128), format="fp8_block128", dtype="e4m3", q_scaled=True, q_rope_dtype="bf16"),
+    _decode((97, 128), format="fp8_block128", dtype="e4m3", page_size=1, sink="finite"),
+    # four-bit rows
+    _decode((1, 8), format="mxfp4_block32", mask="null"),
+    _decode((9, 16), format="mxfp4_block32", page_size=128, sink="mixed"),
+    _decode((17, 32), format="mxfp4_block32", page_size=8, sign=-1),
+    # rows of 256 + 64 columns
+    _decode((17, 32), kv_lora_rank=NARROW_RANK, sink="mixed"),
+    _decode((33, 64), kv_lora_rank=NARROW_RANK, format="fp16", dtype="fp16", mask="null", sign=-1),
+    _decode((1, 8), kv_lora_rank=NARROW_RANK, page_size=1),
+    _decode((17, 32), kv_lora_rank=NARROW_RANK, format="bf16_split", page_size=32),
+    _decode((9, 16), kv_lora_rank=NARROW_RANK, format="fp16_split", dtype="fp16", mask="null"),
+    # rows in two tensors
+    _decode((9, 16), format="bf16_split", page_size=32, mask="null"),
+    _decode((97, 128), format="bf16_split", sink="finite"),
+    _decode((33, 64), format="fp16_split", dtype="fp16", page_size=128, sign=-1),
+    _decode((9, 16), format="fp8_split", sink="mixed"),
+    _decode((97, 128), format="fp8_split", page_size=1, mask="null"),
+    _decode((33, 64), format="fp8_split", dtype="e4m3", q_scaled=True),
+    _decode((33, 64), format="fp8_split", dtype="fp16", sign=-1),
 )
+# kernels that dispatch gives no call: they are drawn, and run, where they are asked for by name
+BY_NAME = ("m64_fp8_qk",)
 FOR_ANY = (
     *FOR_HOPPER,
     _decode((1, 16), page_size=16, sink="finite"),
@@ -131,6 +159,11 @@ def selection_of(launch: Case, device: str, backend: str) -> tuple[KernelSpec, P
     return None
 
 
+def backend_for(backend: str, kernel: str) -> str:
+    """Return what `backend=` is where launches of a kernel are checked; "" is any kernel."""
+    return f"{backend}:{kernel}" if kernel in BY_NAME else backend
+
+
 def _common(draw: Draw) -> dict[str, Any]:
     return {
         "oracle": "batched",
@@ -152,8 +185,6 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeCase:
     return DecodeCase(
         **_common(draw),
         given_results=True,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
         **_scheduled(draw, most_ctas=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
         spare_pages=draw.choice((0, SPARE_KEYS // configuration["page_size"])) if is_gpu else 0,
         num_layers=draw.integer(1, 2),
@@ -255,6 +286,25 @@ SPARSE_FOR_HOPPER = (
     _sparse("fp8_block64", **V4_ROW, page_size=61, sign=-1),
     _sparse("fp8_token", page_size=16, extra_format="fp8_token", padded=True),
     _sparse("fp8", dtype="fp16", with_lens=False, sink="finite"),
+    _sparse(q_rope_dtype="bf16"),
+    _sparse(**NO_ROPE_ROW),
+    _sparse("fp16", dtype="fp16", **V4_ROW, padded=True),
+    _sparse("fp8", page_size=16),
+    _sparse("fp8_block64", dtype="fp16", **V4_ROW, with_lens=False),
+    # rows in two tensors
+    _sparse("bf16_split", sink="mixed"),
+    _sparse("fp16_split", dtype="fp16", padded=True, with_lens=False, sign=-1),
+    _sparse("fp8_split", sink="finite"),
+    _sparse("fp8_split", dtype="fp16", padded=True, sign=-1),
+    # FP8 rows without rope columns: GLM-5.3-Flash's have 528 bytes
+    _sparse("fp8_block128", **NO_ROPE_ROW, with_lens=False),
+    _sparse("fp8_block128", **NO_ROPE_ROW, extra_format="fp8_block128", padded=True, sign=-1),
+    _sparse("fp8_token", **NO_ROPE_ROW, page_size=16, sink="mixed"),
+    _sparse("fp8", **NO_ROPE_ROW),
+    _sparse("fp8", dtype="fp16", **NO_ROPE_ROW, with_lens=False, sink="finite"),
+    # four-bit rows
+    _sparse("mxfp4_block32", with_lens=False, sink="mixed"),
+    _sparse("mxfp4_block32", padded=True, extra_format="mxfp4_block32", extra_page_size=2, sign=-1),
 )
 SPARSE_FOR_ANY = (
     *SPARSE_FOR_HOPPER,
@@ -430,8 +480,14 @@ PREFILL_CONFIGURATIONS = (
     ((128, 0, 128), "bf16", "causal", 0, "", 1),
     ((64, 32, 64), "bf16", "causal", 0, "", 1),
     ((64, 32, 64), "fp16", "null", 0, "finite", -1),
+    ((256, 0, 256), "bf16", "causal", 0, "mixed", 1),
+    ((256, 0, 256), "fp16", "null", 0, "", -1),
+    ((64, 64, 128), "bf16", "causal", 0, "", 1),
+    ((64, 64, 128), "fp16", "sliding_window_causal", 100, "finite", 1),
     ((128, 64, 128), "e4m3", "causal", 0, "", 1),
     ((128, 64, 128), "e4m3", "null", 0, "finite", 1),
+    ((128, 0, 128), "e4m3", "causal", 0, "", 1),
+    ((128, 64, 128), "e4m3", "chunked", 90, "finite", -1),
 )
 # what Blackwell's kernel takes
 PREFILL_FOR_BLACKWELL = tuple(
@@ -475,6 +531,38 @@ def _prefill_length(draw: Draw, longest: int) -> int:
     return draw.choice((edge, drawn // 128 * 128, drawn, drawn))
 
 
+# rows of a for the tiles of `hopper.fp8.configs`, columns of b, K, groups, and what differs
+PRODUCT_ROWS = ((1, 16), (17, 32), (33, 64), (65, 300), (2049, 2300))
+PRODUCT_CONFIGURATIONS: tuple[Configuration, ...] = (
+    {"n_group": 128, "k_group": 128},
+    {"n_group": 128, "k_group": 128, "batch": 3},
+    {"n_group": 256, "k_group": 256, "out_dtype": "e4m3"},
+    {"n_group": 1000, "k_group": 128, "batch": 2, "out_dtype": "e4m3"},
+)
+MOST_PRODUCTS = 3 << 30  # of numbers: a GPU checks so many in float64 in milliseconds
+
+
+def product_launch(draw: Draw, backend: str, device: str) -> ScaledMatmulCase:
+    """K and N are neither multiples of a group nor of a step; they are of 16 bytes."""
+    is_gpu = device != "cpu"
+    configuration = dict(draw.choice(PRODUCT_CONFIGURATIONS))
+    m = draw.integer(*draw.choice(PRODUCT_ROWS if is_gpu else PRODUCT_ROWS[:2]))
+    k = 16 * draw.integer(1, 130 if is_gpu else 20)
+    most = MOST_PRODUCTS // (m * k * configuration.get("batch", 1))
+    last = min(most, 9000 if is_gpu and m > PRODUCT_ROWS[2][1] else 1500 if is_gpu else 200)
+    if configuration["n_group"] == 1000:  # not of whole steps: one group
+        last = min(last, 1000)
+    return ScaledMatmulCase(
+        **_common(draw),
+        m=m,
+        n=draw.choice((draw.integer(1, last), max(last // 128, 1) * 128)),
+        k=k,
+        spare_columns=draw.integer(0, 3),
+        given_results=True,
+        **configuration,
+    )
+
+
 Launcher: TypeAlias = Callable[[Draw, str, str], BatchedCase]
 LAUNCHES: dict[str, Launcher] = {
     "mla_decode": decode_launch,
@@ -483,4 +571,5 @@ LAUNCHES: dict[str, Launcher] = {
     "sparse_mla": sparse_launch,
     "indexer_topk": topk_launch,
     "indexer_select": select_launch,
+    "scaled_mm_fp8": product_launch,
 }
