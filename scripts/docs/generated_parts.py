@@ -21,7 +21,7 @@ from mlakit import __version__
 from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import arch_name
 from mlakit.formats import row_codec
-from mlakit.model.geometry import PRESETS, RopeParameters
+from mlakit.model.geometry import PRESETS, MLAGeometry, RopeParameters
 from mlakit.model.v4 import CSA, HCA, SLIDING, V4Config, is_v4
 from mlakit.tools import bench, cli, support
 from mlakit.tools.bench import peers
@@ -133,10 +133,11 @@ def model_table() -> str:
     return markdown_table(header, rows)
 
 
-# what runs the attention of a model type, where it is not the same for all
-LAYERS = {"deepseek_v4": "`V4Attention`", "glm5_next_text": "—"}
 NOT_PATCHED = ("kimi-k3", "longcat-2.0")  # transformers 5.17 does not have these
-ENGINES = {"deepseek_v4": "—", "glm5_next_text": "—", "longcat_flash_pro": "SGLang"}
+# the rows, latent and rotated columns, that the tests of each plugin drive it with
+ENGINE_ROWS = {"vLLM": ((512, 64),), "SGLang": ((512, 64),)}
+NO_ENGINE = ("glm-5.3-flash",)  # the plugins refuse one index key for several tokens
+NOT_VLLM = ("longcat-2.0",)  # its indexer has no first and last tokens
 
 
 def _layers(name: str, counts: LayerCounts) -> str:
@@ -147,6 +148,17 @@ def _layers(name: str, counts: LayerCounts) -> str:
     of_all = f" of {counts.total}" if counts.mla < counts.total else ""
     indexers = f", {counts.indexer} with an indexer" if counts.indexer else ""
     return f"{counts.mla} MLA{of_all}{indexers}"
+
+
+def _engines(name: str, model: MLAGeometry) -> str:
+    row = (model.kv_lora_rank, model.qk_rope_head_dim)
+    found = [engine for engine, rows in ENGINE_ROWS.items() if row in rows]
+    if name in NO_ENGINE:
+        return "—"
+    if name in NOT_VLLM:
+        found.remove("vLLM")
+    backend = "MLAKIT_SPARSE" if model.has_indexer else "MLAKIT"
+    return ", ".join(f"vLLM `{backend}`" if each == "vLLM" else each for each in found) or "—"
 
 
 def _kernel(model: str, op: str, format: str) -> str:
@@ -162,15 +174,12 @@ def attention_table() -> str:
     )
     rows = []
     for name, model in PRESETS.items():
-        fields, _, counts = read_model(name)
-        kind = fields.get("model_type")
-        fp8 = "fp8_block64" if kind == "deepseek_v4" else "fp8_block128"
+        _, _, counts = read_model(name)
+        fp8 = "fp8_block64" if is_v4(name) else "fp8_block128"
         formats = ("bf16", fp8)
         sizes = (str(row_codec(each, model.row).bytes_per_token) for each in formats)
-        is_sparse = model.has_indexer
-        op = "sparse_mla" if is_sparse else "mla_decode"
+        op = "sparse_mla" if model.has_indexer else "mla_decode"
         kernels = dict.fromkeys(_kernel(name, op, each) for each in formats)
-        engine = "vLLM `MLAKIT_SPARSE`, SGLang" if is_sparse else "vLLM `MLAKIT`, SGLang"
         rows.append(
             (
                 f"`{name}`",
@@ -178,9 +187,9 @@ def attention_table() -> str:
                 " bf16, ".join(sizes) + f" `{fp8}`",
                 f"`{op}`",
                 ", ".join(f"`{each}`" for each in kernels),
-                LAYERS.get(kind, "`MLAAttention`"),
+                "`V4Attention`" if is_v4(name) else "`MLAAttention`",
                 "—" if name in NOT_PATCHED else "yes",
-                ENGINES.get(kind, engine),
+                _engines(name, model),
             )
         )
     return markdown_table(header, rows)

@@ -16,9 +16,13 @@ from torch import nn
 from typer.main import get_command
 
 import mlakit
+from mlakit import RowShape, UnsupportedError
 from mlakit.dispatch import knobs, selection
+from mlakit.layer.config import LayerConfig
 from mlakit.model.geometry import PRESETS
 from mlakit.tools import cli
+from tests.integrations.sglang import driver as sglang_driver
+from tests.integrations.vllm import shapes as vllm_shapes
 from tests.paths import ROOT
 
 PAGES = {
@@ -175,6 +179,23 @@ def test_generated_tables_have_a_row_for_everything():
     assert rows["knobs"] == [knob.variable for knob in knobs.REGISTRY.values()]
     assert rows["support"] == list(selection.OPS)
     assert rows["models"] == rows["attention"] == list(PRESETS)
+
+
+def test_the_table_of_attention_claims_what_the_tests_have():
+    lines = generated_parts.attention_table().splitlines()[2:]
+    for line in lines:
+        name, *_, layer, _, engines = (cell.strip("`") for cell in line.strip("| ").split(" | "))
+        model = PRESETS[name]
+        try:
+            config = LayerConfig.from_config(name)
+        except UnsupportedError:
+            assert (layer, engines) == ("V4Attention", "—")
+            continue
+        assert layer == "MLAAttention"
+        row = RowShape(model.kv_lora_rank, model.qk_rope_head_dim)
+        assert ("SGLang" in engines) == (row == sglang_driver.ROW and config.index_pool == 1)
+        is_like_vllms = config.index_pool == 1 and not config.init_tokens
+        assert ("vLLM" in engines) == (row == vllm_shapes.ROW and is_like_vllms)
 
 
 DOCSTRING = """Attend.
