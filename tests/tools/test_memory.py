@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from mlakit import V4Cache
+from mlakit import PooledKeyCache, V4Cache
 from mlakit.cache import KVShard, PagedLatentCache
 from mlakit.formats import FORMATS, row_codec
 from mlakit.model.config import read_config
@@ -74,6 +74,21 @@ def test_the_bytes_are_those_of_allocated_caches(tmp_path, name, page_size):
         assert found.token_bytes * rows == latents.nbytes + keys.nbytes
 
 
+@pytest.mark.parametrize(("size", "page_size"), [(4, 64), (4, 4), (2, 6), (16, 64)])
+def test_pooled_keys_and_their_states_are_counted_as_they_are_allocated(tmp_path, size, page_size):
+    config = written(tmp_path, index_kpool=size, index_topk=16)
+    for batch, context in ((1, 1), (3, 65), (2, 192)):
+        found = memory_report(config, [context], formats=["fp8"], page_size=page_size).sizes[0]
+        pages = {"num_pages": batch * -(-context // page_size), "page_size": page_size}
+        geometry = MLAGeometry.from_config(config)
+        latents = PagedLatentCache.allocate(geometry, "fp8", num_layers=3, **pages)
+        pooled = PooledKeyCache.allocate(24, size, num_layers=2, **pages)
+        caches = (latents, pooled.keys, pooled.states)
+        assert found.rank_bytes(context, batch) == allocated_bytes(*caches)
+        rows = latents.num_pages * page_size
+        assert found.token_bytes == round(sum(each.nbytes for each in caches) / rows)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_page_is_as_large_as_in_a_new_pool(name):
     row = RowShape(448, 64)
@@ -92,7 +107,7 @@ def test_a_page_is_as_large_as_in_a_new_pool(name):
         ("glm-5.2", "fp8", 78 * 576 + 21 * 132),
         ("deepseek-v2-lite", "fp16", 27 * 1152),
         ("minicpm3", "bf16", 62 * 2 * 288),
-        ("glm-5.3-flash", "fp8_block128", 11 * (528 + 132 // 4)),
+        ("glm-5.3-flash", "fp8_block128", 11 * (528 + 132 // 4 + 8 * 1024 // 64)),
         ("kimi-k3", "fp8_block128", 24 * 656),
         ("hy4-preview", "fp8_block128", 78 * 656 + 21 * 132),
         ("longcat-2.0", "fp8_block128", 76 * 656 + 38 * 132),
@@ -267,6 +282,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dcp": ({"tp": 4, "dcp": 3}, "dcp must divide tp, 4, got 3"),
     "more dcp": ({"dcp": 2}, "dcp must divide tp, 1, got 2"),
     "tp": ({"tp": 3}, "tp must divide the 4 heads, got 3"),
+    "page_size": (
+        {"config": "glm-5.3-flash", "page_size": 66},
+        "page_size must be a multiple of the 4 tokens of an index key, got 66",
+    ),
     "format": ({"formats": ["fp9"]}, "unknown cache format 'fp9'; choose from bf16, fp16"),
 }
 

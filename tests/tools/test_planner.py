@@ -373,6 +373,7 @@ def test_wrong_arguments_are_named(tmp_path, options, said):
         ({"torch_dtype": "int3"}, "dtype must be one of bfloat16, float16, float32, got int3"),
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "320, 512, 576 columns"),
         ({"kv_lora_rank": 256, **SPARSE}, "fp8_ds_mla must have rows of 512 + 64 columns"),
+        ({"index_kpool": 4, **SPARSE}, "one index key for every token with mlakit's backends"),
         ({"kv_lora_rank": None}, "has no kv_lora_rank: not an MLA config"),
         ({"model_type": "kimi_linear", "layer_types": ["x"] * 4}, "cannot be counted"),
     ],

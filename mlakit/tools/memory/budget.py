@@ -20,6 +20,7 @@ from mlakit.formats import FORMATS, known_format, row_codec
 from mlakit.model.config import config_path
 from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.model.v4 import V4Config, is_v4
+from mlakit.steps.pools import state_rows
 from mlakit.tools.bench.shapes import NUMBER, parse_number
 from mlakit.tools.memory.compressed import CompressedSize, compressed_size, uncompressed_size
 from mlakit.tools.memory.layers import LayerCounts, read_model, tokens_per_index_key
@@ -93,10 +94,7 @@ def memory_report(
     """
     fields, geometry, layers = read_model(config)
     pooled = tokens_per_index_key(fields) if layers.indexer else 1
-    if geometry.num_heads % tp:
-        raise ValueError(f"tp must divide the {geometry.num_heads} heads, got {tp}")
-    if tp % dcp:
-        raise ValueError(f"dcp must divide tp, {tp}, got {dcp}")
+    _check_sizes(geometry, tp=tp, dcp=dcp, page_size=page_size, tokens_per_key=pooled)
     v4 = V4Config.from_config(config) if is_v4(config) else None
     if v4 is not None and dcp > 1:
         raise ValueError(f"dcp must be 1 for DeepSeek-V4, whose rows have no shards, got {dcp}")
@@ -126,6 +124,18 @@ def memory_report(
     )
 
 
+def _check_sizes(
+    geometry: MLAGeometry, *, tp: int, dcp: int, page_size: int, tokens_per_key: int
+) -> None:
+    if geometry.num_heads % tp:
+        raise ValueError(f"tp must divide the {geometry.num_heads} heads, got {tp}")
+    if tp % dcp:
+        raise ValueError(f"dcp must divide tp, {tp}, got {dcp}")
+    if page_size % tokens_per_key:
+        must = f"be a multiple of the {tokens_per_key} tokens of an index key"
+        raise ValueError(f"page_size must {must}, got {page_size}")
+
+
 def latent_size(
     geometry: MLAGeometry,
     layers: LayerCounts,
@@ -137,15 +147,21 @@ def latent_size(
 ) -> CacheSize:
     """The size in one format, index keys included. Raises ValueError for unsupported rows.
 
-    tokens_per_key  tokens of one index key
+    tokens_per_key  tokens of one index key; if several, their states are included, too
     """
     rows = row_codec(name, geometry.row)
     token_bytes = float(rows.bytes_per_token * layers.mla)
     page_bytes = rows.page_bytes(page_size) * layers.mla
     if layers.indexer:
-        keys = row_codec("fp8_token", RowShape(geometry.index_head_dim, 0))
+        width = geometry.index_head_dim
+        keys = row_codec("fp8_token", RowShape(width, 0))
         token_bytes += keys.bytes_per_token * layers.indexer / tokens_per_key
-        page_bytes += keys.page_bytes(-(-page_size // tokens_per_key)) * layers.indexer
+        page_bytes += keys.page_bytes(page_size // tokens_per_key) * layers.indexer
+        if tokens_per_key > 1:  # the states of `PooledKeyCache`, whose rows are never padded
+            states = row_codec("fp32", RowShape(2 * width, 0))
+            state_bytes = states.page_bytes(state_rows(page_size, tokens_per_key)) * layers.indexer
+            token_bytes += state_bytes / page_size
+            page_bytes += state_bytes
     return CacheSize(name, round(token_bytes), token_bytes / dcp, page_bytes, page_size, dcp)
 
 
