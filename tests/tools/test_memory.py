@@ -74,6 +74,26 @@ def test_the_bytes_are_those_of_allocated_caches(tmp_path, name, page_size):
         assert found.token_bytes * rows == latents.nbytes + keys.nbytes
 
 
+@pytest.mark.parametrize("keys", ["bf16", "fp8_token", "mxfp4_block32"])
+@pytest.mark.parametrize("model", [each for each in RELEASES if "index_topk" in RELEASES[each]])
+def test_index_keys_are_counted_in_the_format_that_is_asked_for(model, keys):
+    if "v4" in model:
+        with pytest.raises(ValueError, match="index_format must be left out for DeepSeek-V4"):
+            memory_report(model, [1], index_format=keys)
+        return
+    fields, geometry = config_fields(model), MLAGeometry.from_config(model)
+    layers = layer_counts(fields)
+    found = memory_report(model, [65], formats=["bf16"], index_format=keys)
+    pages = {"num_pages": 2, "page_size": 64}
+    latents = PagedLatentCache.allocate(geometry, "bf16", num_layers=layers.mla, **pages)
+    pages |= {"num_layers": layers.indexer}
+    size = fields.integer("index_kpool", 1)
+    pooled = PooledKeyCache.allocate(128, size, keys, **pages)
+    caches = (latents, pooled.keys, *([pooled.states] if size > 1 else []))
+    assert found.sizes[0].rank_bytes(65) == allocated_bytes(*caches)
+    assert found.as_json()["index_format"] == keys
+
+
 @pytest.mark.parametrize(("size", "page_size"), [(4, 64), (4, 4), (2, 6), (16, 64)])
 def test_pooled_keys_and_their_states_are_counted_as_they_are_allocated(tmp_path, size, page_size):
     config = written(tmp_path, index_kpool=size, index_topk=16)
@@ -286,6 +306,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"config": "glm-5.3-flash", "page_size": 66},
         "page_size must be a multiple of the 4 tokens of an index key, got 66",
     ),
+    "index_format": ({"index_format": "fp9"}, "unknown cache format 'fp9'; choose from bf16"),
+    "index_format without an indexer": (
+        {"config": "deepseek-v3", "index_format": "bf16"},
+        "index_format must be left out for a model without an indexer, got 'bf16'",
+    ),
     "format": ({"formats": ["fp9"]}, "unknown cache format 'fp9'; choose from bf16, fp16"),
 }
 
@@ -339,6 +364,12 @@ def test_the_command_prints_a_table():
     row = ["bf16", "78,324", "39,162", "76.49", "0.60", "1,672,448"]
     assert row in [line.split() for line in output.splitlines()]
     assert "Weights take 80.0 GiB per rank; activations are not counted." in output
+
+
+def test_the_command_counts_index_keys_in_another_format():
+    output = " ".join(run("deepseek-v3.2", "--index-format", "mxfp4_block32").split())
+    assert "61 with index keys in mxfp4_block32; batch 1" in output
+    assert "44,164" in output  # 61 · (656 + 68)
 
 
 def test_the_command_says_what_is_not_counted(tmp_path):

@@ -47,6 +47,11 @@ def memory(
         list[str] | None,
         typer.Option(help="Cache format; may be repeated. Default: all that the model supports."),
     ] = None,
+    index_format: str | None = typer.Option(
+        None,
+        help="Format of an indexer's keys, such as mxfp4_block32. Default: fp8_token; in "
+        "DeepSeek-V4 it follows --format.",
+    ),
     page_size: int = typer.Option(64, min=1, help="Tokens per page; a request has whole pages."),
     weights: float | None = typer.Option(
         None,
@@ -79,6 +84,7 @@ def memory(
             page_size=page_size,
             gpu_gib=gpu_memory,
             weights_gib=weights,
+            index_format=index_format,
         )
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))

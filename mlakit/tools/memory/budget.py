@@ -16,7 +16,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from mlakit.formats import FORMATS, known_format, row_codec
+from mlakit.formats import FORMATS, Format, known_format, row_codec
 from mlakit.model.config import config_path
 from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.model.v4 import V4Config, is_v4
@@ -27,6 +27,7 @@ from mlakit.tools.memory.layers import LayerCounts, read_model, tokens_per_index
 from mlakit.tools.memory.sizes import CacheSize
 
 EXPANDED = "K/V without MLA"
+INDEX_FORMAT: Format = "fp8_token"
 CHECKPOINT_INDEX = "model.safetensors.index.json"
 GIB = 1 << 30
 
@@ -43,6 +44,7 @@ class MemoryReport:
     weight_bytes: int | None
     sizes: tuple[CacheSize, ...]
     unsupported: tuple[str, ...]  # why a format is left out
+    index_format: str | None = None  # of index keys, where it was asked for
 
     @property
     def cache_bytes(self) -> int | None:
@@ -83,6 +85,7 @@ def memory_report(
     page_size: int = 64,
     gpu_gib: float | None = None,
     weights_gib: float | None = None,
+    index_format: str | None = None,
 ) -> MemoryReport:
     """The cache bytes of a model. Raises ValueError for wrong arguments.
 
@@ -91,6 +94,7 @@ def memory_report(
     formats      cache formats; empty: all that support the model's rows
     weights_gib  weights per rank; None: the checkpoint's by its index, divided by `tp`, or not
                  counted if there is no index
+    index_format of index keys; None: fp8_token, in DeepSeek-V4 that which `V4Cache` has
     """
     fields, geometry, layers = read_model(config)
     pooled = tokens_per_index_key(fields) if layers.indexer else 1
@@ -98,6 +102,7 @@ def memory_report(
     v4 = V4Config.from_config(config) if is_v4(config) else None
     if v4 is not None and dcp > 1:
         raise ValueError(f"dcp must be 1 for DeepSeek-V4, whose rows have no shards, got {dcp}")
+    keys = _index_format(index_format, layers, is_v4=v4 is not None)
     sizes: list[CacheSize] = []
     unsupported = []
     for name in map(known_format, dict.fromkeys(formats or FORMATS)):
@@ -105,8 +110,16 @@ def memory_report(
             if v4 is not None:
                 sizes.append(compressed_size(v4, name, page_size))
             else:
-                options = {"dcp": dcp, "page_size": page_size, "tokens_per_key": pooled}
-                sizes.append(latent_size(geometry, layers, name, **options))
+                size = latent_size(
+                    geometry,
+                    layers,
+                    name,
+                    dcp=dcp,
+                    page_size=page_size,
+                    tokens_per_key=pooled,
+                    index_format=keys,
+                )
+                sizes.append(size)
         except ValueError as error:
             if formats:
                 raise
@@ -120,7 +133,15 @@ def memory_report(
         weights = -(-stored // tp)
     memory = None if gpu_gib is None else int(gpu_gib * GIB)
     return MemoryReport(
-        config, layers, tuple(contexts), batch, memory, weights, tuple(sizes), tuple(unsupported)
+        model=config,
+        layers=layers,
+        contexts=tuple(contexts),
+        batch=batch,
+        gpu_bytes=memory,
+        weight_bytes=weights,
+        sizes=tuple(sizes),
+        unsupported=tuple(unsupported),
+        index_format=None if index_format is None else keys,
     )
 
 
@@ -136,6 +157,19 @@ def _check_sizes(
         raise ValueError(f"page_size must {must}, got {page_size}")
 
 
+def _index_format(name: str | None, layers: LayerCounts, *, is_v4: bool) -> Format:
+    if name is None:
+        return INDEX_FORMAT
+    if is_v4:
+        why = "whose index keys follow the format of its rows"
+        raise ValueError(f"index_format must be left out for DeepSeek-V4, {why}, got {name!r}")
+    if not layers.indexer:
+        raise ValueError(
+            f"index_format must be left out for a model without an indexer, got {name!r}"
+        )
+    return known_format(name)
+
+
 def latent_size(
     geometry: MLAGeometry,
     layers: LayerCounts,
@@ -144,6 +178,7 @@ def latent_size(
     dcp: int,
     page_size: int,
     tokens_per_key: int = 1,
+    index_format: Format = INDEX_FORMAT,
 ) -> CacheSize:
     """The size in one format, index keys included. Raises ValueError for unsupported rows.
 
@@ -154,7 +189,7 @@ def latent_size(
     page_bytes = rows.page_bytes(page_size) * layers.mla
     if layers.indexer:
         width = geometry.index_head_dim
-        keys = row_codec("fp8_token", RowShape(width, 0))
+        keys = row_codec(index_format, RowShape(width, 0))
         token_bytes += keys.bytes_per_token * layers.indexer / tokens_per_key
         page_bytes += keys.page_bytes(page_size // tokens_per_key) * layers.indexer
         if tokens_per_key > 1:  # the states of `PooledKeyCache`, whose rows are never padded
@@ -195,7 +230,8 @@ def table(report: MemoryReport) -> Table:
     """The sizes per format, and below them what they assume."""
     total, mla, indexer = report.layers
     title = f"{report.model}: {mla} MLA layers" + (f" of {total}" if mla < total else "")
-    title += (f", {indexer} with index keys" if indexer else "") + f"; batch {report.batch}"
+    keys = "" if report.index_format is None else f" in {report.index_format}"
+    title += (f", {indexer} with index keys{keys}" if indexer else "") + f"; batch {report.batch}"
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
     shown.add_column("cache", overflow="fold", min_width=max(map(len, FORMATS)))
     gib = [f"GiB/rank, {each:,} tokens" for each in report.contexts]
