@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mlakit.dispatch.checks import Dims, UnsupportedError
-from mlakit.model.config import ConfigFields, config_fields
+from mlakit.model.config import ConfigFields, config_fields, index_pool
 from mlakit.model.geometry import MLAGeometry, Rope
-from mlakit.model.releases import GLM5_NEXT, HY4, is_longcat_type
+from mlakit.model.releases import HY4, is_glm5_next_type, is_longcat_type
 from mlakit.model.v4 import is_v4
 
 NORM_EPSILON = 1e-6
@@ -124,7 +124,7 @@ class LayerConfig:
         interleaved = fields.get(
             "indexer_rope_interleave", is_longcat or model_type == "glm_moe_dsa"
         )
-        has_own_epsilon = model_type in (GLM5_NEXT, f"{GLM5_NEXT}_text")
+        has_own_epsilon = is_glm5_next_type(model_type)
         return cls(
             geometry,
             epsilon=fields.get("rms_norm_eps", 1e-5) if has_own_epsilon else NORM_EPSILON,
@@ -160,8 +160,7 @@ def _pool(fields: ConfigFields, geometry: MLAGeometry) -> int:
     """Tokens of a pool of index keys."""
     if not geometry.has_indexer:
         return 1
-    size, dims = fields.integer("index_kpool", 1), Dims("LayerConfig")
-    dims.integer("index_kpool", size, 1)
+    size, dims = index_pool(fields), Dims("LayerConfig")
     must = f"divide index_topk, {geometry.index_topk}"
     dims.require(geometry.index_topk % size == 0, "index_kpool", must, size)
     return size

@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlakit.model.releases import ALIASES, RELEASES
+from mlakit.model.releases import ALIASES, RELEASES, is_glm5_next_type
 
 FILE = "config.json"
+DEFAULT_INDEX_POOL = 16  # of transformers, for a config of GLM-5.3-Flash's type that has no number
 
 
 class ConfigFields:
@@ -46,6 +47,15 @@ class ConfigFields:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{self.source}: {name} must be a number, got {value!r}")
         return value
+
+
+def index_pool(fields: ConfigFields) -> int:
+    """The tokens whose index keys are pooled to one (GLM-5.3-Flash); 1 in other models."""
+    default = DEFAULT_INDEX_POOL if is_glm5_next_type(fields.get("model_type")) else 1
+    tokens = fields.integer("index_kpool", default)
+    if tokens < 1:
+        raise ValueError(f"{fields.source}: index_kpool must be at least 1, got {tokens}")
+    return tokens
 
 
 def config_path(path: str | os.PathLike[str]) -> Path | None:

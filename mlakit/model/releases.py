@@ -45,6 +45,11 @@ def is_longcat_type(model_type: object) -> bool:
     return isinstance(model_type, str) and model_type.startswith("longcat")
 
 
+def is_glm5_next_type(model_type: object) -> bool:
+    """Whether a model type is that of GLM-5.3-Flash, or of its language model."""
+    return model_type in (GLM5_NEXT, f"{GLM5_NEXT}_text")
+
+
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 _BF16 = {"torch_dtype": "bfloat16", "quantization_config": None}
 

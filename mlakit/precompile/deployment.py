@@ -10,7 +10,7 @@ import torch
 from mlakit.dispatch.checks import Dims
 from mlakit.dispatch.names import one_of
 from mlakit.formats import ENGINE_NAMES, FORMATS, Format
-from mlakit.model.config import config_fields
+from mlakit.model.config import config_fields, index_pool
 from mlakit.model.geometry import MLAGeometry
 
 User = Literal["vllm", "sglang", "steps"]
@@ -80,13 +80,13 @@ def deployment(
         dims.require(value in known, name, f"be {one_of(known)}", repr(value))
     page_size = dims.integer("page_size", page_size, 1)
     fields = None if isinstance(model, MLAGeometry) else config_fields(model)
-    index_pool = 1 if fields is None else fields.integer("index_kpool", 1)
-    if geometry.has_indexer and index_pool > 1:
+    pool = 1 if fields is None else index_pool(fields)
+    if geometry.has_indexer and pool > 1:
         must = "be steps or all for a model with one index key for several tokens"
         dims.require(user in ("steps", "all"), "user", must, repr(user))
         user = "steps"
-        must = f"be a multiple of the {index_pool} tokens of an index key"
-        dims.require(page_size % index_pool == 0, "page_size", must, page_size)
+        must = f"be a multiple of the {pool} tokens of an index key"
+        dims.require(page_size % pool == 0, "page_size", must, page_size)
     page_rows = page_size if page_rows is None else dims.integer("page_rows", page_rows, page_size)
     if max_context is None:
         max_context = geometry.rope_parameters.max_position_embeddings or MAX_CONTEXT
@@ -101,7 +101,7 @@ def deployment(
         max_tokens=dims.integer("max_tokens", max_tokens, 1),
         has_fp8_weights=has_fp8_weights,
         is_batch_invariant=is_batch_invariant,
-        index_pool=index_pool,
+        index_pool=pool,
         selects_tail=fields is not None
         and bool(fields.get("index_kpool_always_select_tail", True)),
     )

@@ -189,6 +189,19 @@ def test_a_list_of_slots_is_refused():
         layer(x, batch, index_cache=server.index_cache)
 
 
+def test_a_config_without_the_tokens_of_a_pool_has_those_of_transformers():
+    config = MODEL.config()
+    default = type(config)().index_kpool
+    fields = config.to_dict() | {"index_topk": 64}
+    del fields["index_kpool"]
+    for model_type in ("glm5_next", "glm5_next_text"):
+        given = fields | {"model_type": model_type}
+        assert LayerConfig.from_config(given).index_pool == default == 16
+    assert LayerConfig.from_config(fields | {"model_type": "glm_moe_dsa"}).index_pool == 1
+    with pytest.raises(ValueError, match="index_kpool must be at least 1, got 0"):
+        LayerConfig.from_config(fields | {"index_kpool": 0})
+
+
 def test_sizes_that_do_not_divide_are_refused():
     config = MODEL.config().to_dict() | {"index_kpool": 5}
     with pytest.raises(ValueError, match="index_kpool must divide index_topk, 12, got 5"):

@@ -109,6 +109,15 @@ def test_pooled_keys_and_their_states_are_counted_as_they_are_allocated(tmp_path
         assert found.token_bytes == round(sum(each.nbytes for each in caches) / rows)
 
 
+def test_a_config_without_the_tokens_of_an_index_key_has_those_of_transformers(tmp_path):
+    options = {"contexts": [64], "page_size": 64}
+    sizes = [
+        memory_report(written(tmp_path, model_type="glm5_next_text", **pool), **options).sizes
+        for pool in ({}, {"index_kpool": 16}, {"index_kpool": 1})
+    ]
+    assert sizes[0] == sizes[1] != sizes[2]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_page_is_as_large_as_in_a_new_pool(name):
     row = RowShape(448, 64)

@@ -17,13 +17,13 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from mlakit.formats import FORMATS, Format, known_format, row_codec
-from mlakit.model.config import config_path
+from mlakit.model.config import config_path, index_pool
 from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.model.v4 import V4Config, is_v4
 from mlakit.steps.pools import state_rows
 from mlakit.tools.bench.shapes import NUMBER, parse_number
 from mlakit.tools.memory.compressed import CompressedSize, compressed_size, uncompressed_size
-from mlakit.tools.memory.layers import LayerCounts, read_model, tokens_per_index_key
+from mlakit.tools.memory.layers import LayerCounts, read_model
 from mlakit.tools.memory.sizes import CacheSize
 
 EXPANDED = "K/V without MLA"
@@ -97,7 +97,7 @@ def memory_report(
     index_format of index keys; None: fp8_token, in DeepSeek-V4 that which `V4Cache` has
     """
     fields, geometry, layers = read_model(config)
-    pooled = tokens_per_index_key(fields) if layers.indexer else 1
+    pooled = index_pool(fields) if layers.indexer else 1
     _check_sizes(geometry, tp=tp, dcp=dcp, page_size=page_size, tokens_per_key=pooled)
     v4 = V4Config.from_config(config) if is_v4(config) else None
     if v4 is not None and dcp > 1:

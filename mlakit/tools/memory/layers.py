@@ -48,14 +48,6 @@ def layer_counts(config: ConfigFields) -> LayerCounts:
     return LayerCounts(len(is_mla), sum(is_mla), sum(mla and indexer for mla, indexer in pairs))
 
 
-def tokens_per_index_key(config: ConfigFields) -> int:
-    """The tokens whose index keys are pooled to one (GLM-5.3-Flash); 1 in other models."""
-    tokens = config.integer("index_kpool", 1)
-    if tokens < 1:
-        raise ValueError(f"{config.source}: index_kpool must be at least 1, got {tokens}")
-    return tokens
-
-
 def _num_layers(config: ConfigFields) -> int:
     # a layer of LongCat-Flash has two attentions; transformers adds num_hidden_layers
     is_double = is_longcat_type(config.get("model_type"))

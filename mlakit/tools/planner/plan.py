@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mlakit.model.config import index_pool
 from mlakit.model.geometry import MLAGeometry
 from mlakit.model.releases import ALIASES, HUB_IDS
 from mlakit.model.v4 import is_v4
 from mlakit.tools.memory.budget import GIB, latent_size
-from mlakit.tools.memory.layers import LayerCounts, read_model, tokens_per_index_key
+from mlakit.tools.memory.layers import LayerCounts, read_model
 from mlakit.tools.planner.times import attention_us
 from mlakit.tools.planner.weights import Weights, model_weights
 
@@ -204,7 +205,7 @@ def make_plan(
         raise ValueError(
             f"context must be at most the model's max_position_embeddings, {longest}, got {context}"
         )
-    pooled = tokens_per_index_key(fields) if layers.indexer else 1
+    pooled = index_pool(fields) if layers.indexer else 1
     if pooled > 1:
         must = "have one index key for every token with mlakit's backends for vLLM"
         raise ValueError(f"the model must {must}, got one for {pooled} tokens")
