@@ -58,12 +58,14 @@ def explain(op: str, problem: Problem) -> dict[str, str | None]:
     """Return for each backend the reason why `auto` does not give it `problem`, or None if it may.
 
     Those with a kernel of `op` come first, in the order in which `auto` asks them. The reason is
-    that of the backend's first kernel; `explain_kernels` has those of all.
+    that of the backend's first kernel, or of one that takes `problem` and only waits for a check;
+    `explain_kernels` has those of all.
     """
     asked: dict[str, str | None] = {}
     for spec in specs(op):
         refusal = _why_not_auto(spec, problem)
-        if refusal is None or spec.backend not in asked:
+        waits = spec.why_not(problem) is None and _why_slower(spec, problem) is None
+        if spec.backend not in asked or refusal is None or (waits and asked[spec.backend]):
             asked[spec.backend] = refusal
     absent: dict[str, str | None] = {
         backend: f"has no kernel of {op}" for backend in BACKENDS if backend not in asked

@@ -12,7 +12,9 @@ from mlakit.dispatch.architectures import AMD, CARDS, amd_arch, arch_name, card_
 from mlakit.dispatch.selection import OPS, explain, explain_kernels, specs
 from mlakit.dispatch.specs import Problem, ProductShape
 from mlakit.formats import ENGINE_NAMES, FORMATS
+from mlakit.model.config import config_fields, index_pool
 from mlakit.model.geometry import MLAGeometry, RowShape
+from mlakit.model.v4 import is_v4
 from mlakit.tools.workloads.inputs import DTYPES
 
 NVIDIA = tuple(arch for arch in CARDS if arch not in AMD)
@@ -125,11 +127,12 @@ def problem_of(
     format: str | None = None,
     heads: int | None = None,
     page_size: int = 64,
-    mask: str = "causal",
+    mask: str | None = None,
 ) -> Problem:
     """A problem of `op` with the dimensions of a model: of DeepSeek-V3, of V3.2 for the indexer.
 
-    `arch` None is the CPU; what else is None is of `ATTENTION_FACTS` or `INDEX_FACTS`.
+    `arch` None is the CPU; what else is None is of `ATTENTION_FACTS` or `INDEX_FACTS`, and the mask
+    is that of the model.
     """
     known: dict[str, object] = dict(INDEX_FACTS if op in INDEX_OPS else ATTENTION_FACTS)
     sizes = MODEL
@@ -138,6 +141,8 @@ def problem_of(
         if op in INDEX_OPS and not sizes.has_indexer:
             raise ValueError(f"model must have an indexer for {op}, got {model!r}")
         known["heads"] = sizes.index_n_heads if op in INDEX_OPS else sizes.num_heads
+    if mask is None:
+        mask = _index_mask(model) if op in INDEX_OPS and model is not None else "causal"
     named = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size, "mask": mask}
     known |= {name: value for name, value in named.items() if value is not None}
     known["format"] = ENGINE_NAMES.get(str(known["format"]), known["format"])
@@ -162,6 +167,12 @@ def problem_of(
             sizes.v_head_dim,
         )
     return Problem(**device, **facts)  # type: ignore[arg-type]
+
+
+def _index_mask(model: str) -> str:
+    """Return the mask of a model's index keys, each of which may stand for several tokens."""
+    is_pooled = is_v4(model) or index_pool(config_fields(model)) > 1
+    return "compressed_causal" if is_pooled else "causal"
 
 
 def selection(op: str, problem: Problem) -> Selection:
@@ -215,7 +226,7 @@ def explanation(each: Selection) -> Table:
         chosen = "[green]supported, selected by auto[/green]"
         shown.add_row(backend, reason or (chosen if backend == each.chosen else "supported"))
         own = {name: why for name, why in each.kernels.items() if name.startswith(f"{backend}:")}
-        if reason is None:
+        if reason is None or len(set(own.values())) > 1:
             for name, why in own.items():
                 shown.add_row(name, why or "[green]selected kernel[/green]")
     return shown

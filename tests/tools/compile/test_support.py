@@ -89,6 +89,46 @@ def test_explain_names_the_kernel_of_a_backend_that_has_several(options, kernel,
     assert re.search(rf"hopper:{kernel} +selected kernel", output)
 
 
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        (("--model", "mistral-small-4"), "small_m_bf16"),
+        (("--format", "mxfp4_block32", "--heads", "16"), "small_m_fp4_kv"),
+    ],
+)
+def test_explain_shows_the_kernel_that_waits_for_a_check(options, kernel):
+    code, output = invoke("explain", "mla_decode", "--arch", "90", *options, "--json")
+    said = json.loads(output)
+    assert (code, said["chosen"]) == (0, "triton")
+    assert said["why_not"]["hopper"] == said["kernels"][f"hopper:{kernel}"]
+    assert "mlakit check --backend hopper enables it" in said["why_not"]["hopper"]
+    code, output = invoke("explain", "mla_decode", "--arch", "90", *options)
+    assert re.search(rf"hopper:{kernel} +has not been checked on this machine", output)
+    assert re.search(r"hopper:m64_bf16 +needs rows of", output)
+
+
+def test_explain_shows_no_check_for_a_kernel_that_would_be_slower():
+    options = ("--format", "mxfp4_block32", "--heads", "128", "--json")
+    said = json.loads(invoke("explain", "mla_decode", "--arch", "90", *options)[1])
+    assert said["why_not"]["hopper"].startswith("needs rows of bf16 or fp16")
+
+
+@pytest.mark.parametrize("op", support.INDEX_OPS)
+@pytest.mark.parametrize(
+    ("model", "mask", "chosen"),
+    [
+        ("glm-5", "causal", "hopper"),
+        ("glm-5.3-flash", "compressed_causal", "triton"),
+        ("deepseek-v4-flash", "compressed_causal", "triton"),
+    ],
+)
+def test_explain_asks_with_the_mask_of_a_models_index_keys(op, model, mask, chosen):
+    said = json.loads(invoke("explain", op, "--arch", "90", "--model", model, "--json")[1])
+    assert said["problem"].endswith(f"mask={mask}")
+    if op == "indexer_logits":
+        assert said["chosen"] == chosen
+
+
 def test_explain_names_no_kernel_where_a_backend_has_one():
     code, output = invoke("explain", "merge_states", "--arch", "90", "--json")
     said = json.loads(output)
