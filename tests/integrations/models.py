@@ -88,13 +88,28 @@ GLM5_NEXT = {
     "linear_num_heads": 4,
     "hc_mult": 2,
 }
-VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": 128,
-    "projection_intermediate_size": 32,
+# of models of text and images: the fields of their config beside those of the text
+VISION: dict[str, dict[str, Any]] = {
+    "Glm5Next": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+            "projection_intermediate_size": 32,
+        },
+    },
+    "Kimi_K25": {
+        "vision_config": {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+        },
+        "projection_hidden_size": 32,
+        "tie_word_embeddings": False,
+    },
 }
 DEEPSEEK = MOE | DENSE_LAYERS | {"rope_parameters": YARN}
 
@@ -104,6 +119,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV2-no_q_latent": DEEPSEEK | {"q_lora_rank": None},
     "DeepseekV3": DEEPSEEK | {"num_mtp_layers": 0},
     "DeepseekV3-half_pairs": DEEPSEEK | {"num_mtp_layers": 0, "rope_interleave": False},
+    "Kimi_K25": DEEPSEEK | {"num_mtp_layers": 0},
     "Glm4MoeLite": MOE | DENSE_TYPES,
     "LongcatFlash": LONGCAT,
     "Mistral4": MOE | DENSE_LAYERS,
@@ -131,12 +147,11 @@ def build(name: str, **changes: Any) -> Any:
     if cls == "LongcatFlash":
         del fields["intermediate_size"]
     torch.manual_seed(0)
-    if cls == "Glm5Next":  # text and images
-        config = transformers.Glm5NextConfig(text_config=fields, vision_config=VISION)
-        model = transformers.Glm5NextForConditionalGeneration(config).eval()
-    else:
-        config = getattr(transformers, f"{cls}Config")(**fields)
-        model = getattr(transformers, f"{cls}ForCausalLM")(config).eval()
+    kind = "CausalLM"
+    if cls in VISION:
+        fields, kind = {"text_config": fields, **VISION[cls]}, "ConditionalGeneration"
+    config = getattr(transformers, f"{cls}Config")(**fields)
+    model = getattr(transformers, f"{cls}For{kind}")(config).eval()
     model.set_attn_implementation("eager")
     return model.requires_grad_(False)
 
