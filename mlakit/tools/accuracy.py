@@ -17,6 +17,7 @@ from mlakit.dispatch.checks import UnsupportedError
 from mlakit.formats import FLOAT_FORMATS, FORMATS, Format, known_format
 from mlakit.integrations.transformers import checks, patch
 from mlakit.integrations.transformers.generation import LocalModel
+from mlakit.integrations.transformers.v4_attention import v4_modules
 
 EAGER = "eager"
 
@@ -67,19 +68,26 @@ def _ids(model: LocalModel, text: str | None, tokens: int) -> Tensor:
 
 def _formats(model: Any) -> list[Format]:
     """Return the formats of rows that the model has, its own dtype first."""
-    modules = checks.mla_modules(model)
+    if v4_modules(model):  # whose rows have a format of FP8 of their own
+        return [FLOAT_FORMATS[model.dtype], "fp8_block64", "mxfp4_block32"]
+    others = [each for each in FORMATS if each not in FLOAT_FORMATS.values()]
+    own = FLOAT_FORMATS[checks.kv_b_proj(_attentions(model)[0]).dtype]
+    return [own, *(each for each in others if each != "fp8_block64")]
+
+
+def _attentions(model: Any) -> list[torch.nn.Module]:
+    """Return the modules whose outputs are compared: those with latent rows, by layer."""
+    modules = checks.mla_modules(model) or v4_modules(model)
     if not modules:
         raise ValueError(f"{type(model).__name__} has no MLA attention")
-    own = FLOAT_FORMATS[checks.kv_b_proj(modules[0]).dtype]
-    others = [each for each in FORMATS if each not in FLOAT_FORMATS.values()]
-    return [own, *(each for each in others if each != "fp8_block64")]  # its rows are other models'
+    return modules
 
 
 @torch.no_grad()
 def _run(model: Any, ids: Tensor) -> tuple[float, list[Tensor]]:
     """Return the perplexity of the tokens, and the output of every MLA layer's attention."""
     outputs: dict[int, Tensor] = {}
-    modules = checks.mla_modules(model)
+    modules = _attentions(model)
     hooks = [
         module.register_forward_hook(lambda _, args, out, i=i: outputs.update({i: out[0].float()}))
         for i, module in enumerate(modules)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from mlakit.tools import cli, tiny
+from tests.integrations import v4_models
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,18 @@ def test_errors_and_perplexity(folder, tmp_path):
     shown = invoke(folder, "--tokens", 20, "--format", "fp8_ds_mla", "--dtype", "fp32")
     assert "fp8_block128" in shown
     assert "random tokens" in shown
+
+
+def test_deepseek_v4_has_an_error_for_each_format_of_its_rows(tmp_path):
+    model = v4_models.build("all kinds")
+    model.save_pretrained(tmp_path)
+    found = json.loads(invoke(tmp_path, "--tokens", 60, "--dtype", "fp32", "--json"))
+    by_format = {each["format"]: each["errors"] for each in found}
+    assert list(by_format) == ["eager", "fp32", "fp8_block64", "mxfp4_block32"]
+    assert {len(errors) for errors in by_format.values()} == {len(model.model.layers)}
+    assert 0 < max(by_format["fp32"]) < 1e-4
+    # one layer alone; a selection that differs moves the layers after it
+    assert 1e-3 < by_format["fp8_block64"][0] < by_format["mxfp4_block32"][0] < 0.3
 
 
 def test_wrong_arguments(folder, tmp_path):
