@@ -135,7 +135,7 @@ def model_table() -> str:
 
 NOT_PATCHED = ("kimi-k3", "longcat-2.0")  # transformers 5.17 does not have these
 # the rows, latent and rotated columns, that the tests of each plugin drive it with
-ENGINE_ROWS = {"vLLM": ((512, 64),), "SGLang": ((512, 64),)}
+ENGINE_ROWS = {"vLLM": ((512, 64), (256, 64), (512, 0)), "SGLang": ((512, 64),)}
 NO_ENGINE = ("glm-5.3-flash",)  # the plugins refuse one index key for several tokens
 NOT_VLLM = ("longcat-2.0",)  # its indexer has no first and last tokens
 

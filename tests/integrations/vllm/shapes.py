@@ -13,6 +13,7 @@ from mlakit.integrations import steps
 from mlakit.tools.testing import poison
 
 ROW = RowShape(512, 64)
+OTHER_ROWS = (RowShape(256, 64), RowShape(512, 0))  # Mistral 4's, and rows without positions
 LAYERS, LAYER = 3, 1
 SCALE = 0.05
 K_SCALE = 0.5
@@ -57,12 +58,17 @@ def block_table(lengths: list[int], page: int, blocks: int, device: torch.device
 
 
 def cache_of(
-    kind: str, lengths: list[int], device: torch.device, page: int = 64, dtype=torch.bfloat16
+    kind: str,
+    lengths: list[int],
+    device: torch.device,
+    page: int = 64,
+    dtype=torch.bfloat16,
+    row: RowShape = ROW,
 ) -> Cache:
     """Random rows for the tokens of all requests, NaN in all others."""
     torch.manual_seed(7)
     blocks = sum(-(-length // page) for length in lengths) + 3
-    width = 656 if kind == "fp8_ds_mla" else ROW.width
+    width = 656 if kind == "fp8_ds_mla" else row.width
     stored = dtype if kind == "float" else torch.uint8
     everything = torch.zeros(blocks, LAYERS, page, width, dtype=stored, device=device)
     poison(everything)
@@ -70,11 +76,11 @@ def cache_of(
     if kind == "fp8":
         kv_cache = kv_cache.view(torch.float8_e4m3fn)  # as vLLM does before it attends
     k_scale = torch.tensor(K_SCALE, device=device)
-    pool = steps.wrap(kv_cache, ROW, k_scale)
+    pool = steps.wrap(kv_cache, row, k_scale)
     cache = Cache(everything, kv_cache, k_scale, pool, block_table(lengths, page, blocks, device))
     for request, length in enumerate(lengths):
         if length:
-            rows = torch.randn(length, ROW.width, device=device)
+            rows = torch.randn(length, row.width, device=device)
             pool.layer(0).write(cache.slots(request, length), rows)
     return cache
 

@@ -15,6 +15,7 @@ from tests.integrations.vllm.shapes import (
     CACHES,
     INDEX_WIDTH,
     LAYER,
+    OTHER_ROWS,
     ROW,
     SCALE,
     Cache,
@@ -70,6 +71,44 @@ def test_one_query_per_request_over_strided_blocks(kind, heads, device):
     again = steps.decode(parts(q), pool, batch, SCALE)
     assert batch.plan is first  # another layer of the step takes the plan of the first
     assert_same_bits("out", again[0], results[0])
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("kind", ["float", "fp8"])
+@pytest.mark.parametrize("row", OTHER_ROWS, ids=["256 + 64", "512 + 0"])
+def test_rows_of_other_models(row, kind, drafts, device):
+    """A step writes the newest rows of requests, and attends to them among all others."""
+    q_lens = [3, 4, 1, 2, 0, 0] if drafts else [1, 1, 1, 1, 0, 0]
+    latent, tokens = row.kv_lora_rank, sum(q_lens)
+    cache = cache_of(kind, LENGTHS, device, row=row)
+    torch.manual_seed(11)
+    q = torch.randn(tokens, HEADS, row.width, device=device).bfloat16()
+    kv_c = torch.randn(tokens, latent, device=device).bfloat16()
+    k_pe = torch.randn(tokens, 1, row.qk_rope_head_dim, device=device).bfloat16()
+    newest = [
+        cache.slots(request, length)[length - queries_of :]
+        for request, (length, queries_of) in enumerate(zip(LENGTHS, q_lens, strict=True))
+        if queries_of
+    ]
+    pool = steps.Pools(row).of(cache.kv_cache, cache.k_scale)
+    calls.update_cache(kv_c, k_pe, pool, torch.cat(newest))
+    rows = cache.rows(LENGTHS)
+    stored = torch.cat([rows[i][len(rows[i]) - n :] for i, n in enumerate(q_lens) if n])
+    given = torch.cat([kv_c, k_pe[:, 0]], -1).cpu().double()
+    rtol, atol = (1 / 16, 1e-3) if kind == "fp8" else (0, 0)  # the step of e4m3
+    torch.testing.assert_close(stored, given, rtol=rtol, atol=atol)
+    batch = calls.decode_batch(
+        cache.table, lens(LENGTHS, device), starts(q_lens, device), max(q_lens), tokens
+    )
+    out, lse = steps.decode((q[..., :latent].clone(), q[..., latent:]), pool, batch, SCALE)
+    exact, naive = (
+        reference.mla_decode(
+            q.cpu(), rows, q_lens, softmax_scale=SCALE, v_width=latent, dtype=dtype
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_matches("out", out.cpu(), exact[0], naive[0])
+    torch.testing.assert_close(lse.cpu().double(), exact[1], rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("kind", CACHES)
