@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from mlakit.formats import FLOAT_FORMATS, FORMATS, Format, known_format
 from mlakit.integrations.transformers import checks, patch
 from mlakit.integrations.transformers.generation import LocalModel
 from mlakit.integrations.transformers.v4_attention import v4_modules
+from mlakit.tools.columns import Column, fitting_table
 
 EAGER = "eager"
 
@@ -105,18 +105,21 @@ def _relative(actual: Tensor, exact: Tensor) -> float:
     return float((actual - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
-def table(found: Sequence[Accuracy], tokens: str) -> Table:
-    """The errors layer by layer, and the perplexity below them."""
+def table(found: Sequence[Accuracy], tokens: str, width: int) -> Table:
+    """The errors layer by layer, and the perplexity below them.
+
+    Eager attention is in the caption: errors are relative to it.
+    """
+    eager, *others = found
     caption = (
         f"{tokens}. Error of the attention's output / its size, RMS, with the errors of the layers "
-        "before; perplexity of the same tokens."
+        f"before; perplexity of the same tokens, {eager.perplexity:.4f} with eager attention."
     )
-    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    shown.add_column("layer")
-    for each in found:
-        shown.add_column(each.format, justify="right")
-    for layer in range(len(found[0].errors)):
-        shown.add_row(str(layer), *(f"{each.errors[layer]:.2e}" for each in found))
-    shown.add_section()
-    shown.add_row("perplexity", *(f"{each.perplexity:.4f}" for each in found))
-    return shown
+    formats = (Column(each.format, rank=i) for i, each in enumerate(others))
+    rows = [
+        [str(layer), *(f"{each.errors[layer]:.2e}" for each in others)]
+        for layer in range(len(eager.errors))
+    ]
+    rows.append(["perplexity", *(f"{each.perplexity:.4f}" for each in others)])
+    columns = (Column("layer", is_number=False), *formats)
+    return fitting_table(columns, rows, width, caption=caption, grouped=False)

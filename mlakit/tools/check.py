@@ -419,7 +419,7 @@ def table(outcome: Outcome) -> Table:
     for heading in ("op", "backend"):
         shown.add_column(heading, no_wrap=True)
     for heading in ("correct", "unsupported"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", no_wrap=True)
     for (op, backend), tally in outcome.tallies.items():
         if tally.correct:
             shown.add_row(op, backend, str(tally.correct), str(tally.unsupported))

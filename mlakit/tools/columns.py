@@ -31,6 +31,7 @@ def wide_console() -> Console:
 class Column:
     """A column of a table.
 
+    heading    may have several lines
     rank       0 is always shown; the highest ranks are dropped first where there is no room
     is_number  aligned right
     folds_at   the minimum width to which text may be folded; None: only if nothing else helps
@@ -64,13 +65,13 @@ def fitting_table(
     else:  # even the columns of rank 0 do not fit: text is folded
         for i, column in zip(shown, table.columns, strict=True):
             column.no_wrap, column.min_width = columns[i].is_number, None
-    absent = dict.fromkeys(each.heading for each in columns if each.rank > rank)
+    absent = dict.fromkeys(" ".join(each.heading.split()) for each in columns if each.rank > rank)
     notes = [caption] if caption else []
     if absent:
         needed = _width(_table(columns, lines, range(len(columns)), grouped))
         hidden = ", ".join(absent)
         notes.append(f"columns hidden at this width: {hidden} (COLUMNS={needed} shows them)")
-    table.caption, table.caption_justify = "; ".join(notes) or None, "left"
+    table.caption, table.caption_justify = "\n".join(notes) or None, "left"
     return table
 
 
@@ -85,7 +86,8 @@ def _table(
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for i in shown:
         column = columns[i]
-        widest = max([cell_len(column.heading), *(line[i].cell_len for line in lines)])
+        headings = map(cell_len, column.heading.splitlines())
+        widest = max([*headings, *(line[i].cell_len for line in lines)])
         table.add_column(
             column.heading,
             justify="right" if column.is_number else "left",

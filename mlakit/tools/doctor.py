@@ -200,7 +200,7 @@ def report(diagnosis: Diagnosis) -> RenderableType:
 def _backend_table(backends: tuple[BackendHealth, ...]) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("backend", no_wrap=True)
-    shown.add_column("status")
+    shown.add_column("status", overflow="fold")
     for each in backends:
         shown.add_row(each.backend, escape(_backend_line(each)))
     return shown
@@ -209,9 +209,9 @@ def _backend_table(backends: tuple[BackendHealth, ...]) -> Table:
 def _replay_table(stats: dict[str, launch_cache.OpStats]) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("launch replay", no_wrap=True)
-    shown.add_column("hits", justify="right")
-    shown.add_column("misses", justify="right")
-    shown.add_column("not replayed, and why")
+    shown.add_column("hits", justify="right", no_wrap=True)
+    shown.add_column("misses", justify="right", no_wrap=True)
+    shown.add_column("not replayed, and why", overflow="fold")
     for op, each in stats.items():
         reasons = "; ".join(f"{count} × {reason}" for reason, count in each.refused.most_common())
         shown.add_row(op, str(each.hits), str(each.misses), escape(reasons))
@@ -236,7 +236,7 @@ def _backend_line(health: BackendHealth) -> str:
 def _peer_table(diagnosis: Diagnosis) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("benchmark peer", no_wrap=True)
-    shown.add_column("available")
+    shown.add_column("available", overflow="fold")
     for name, reason in diagnosis.peers.items():
         line = f"no: {reason}" if reason else f"yes: {diagnosis.origins[name]}"
         shown.add_row(name, escape(line))

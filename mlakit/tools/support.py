@@ -15,6 +15,7 @@ from mlakit.formats import ENGINE_NAMES, FORMATS
 from mlakit.model.config import config_fields, index_pool
 from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.model.v4 import is_v4
+from mlakit.tools.columns import Column, fitting_table
 from mlakit.tools.workloads.inputs import DTYPES
 
 NVIDIA = tuple(arch for arch in CARDS if arch not in AMD)
@@ -185,16 +186,13 @@ def selections() -> list[list[Selection]]:
     return [[selection(op, problem_of(op, arch)) for arch in (None, *CARDS)] for op in OPS]
 
 
-def support_table(rows: list[list[Selection]]) -> Table:
+def support_table(rows: list[list[Selection]], width: int) -> Table:
     cards = "; ".join(f"{arch_name(arch)} {names}" for arch, names in CARDS.items())
     cards = f"{cards}\n{_on_amd(rows)}\n{NOT_RUN}"
-    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), caption=cards, caption_justify="left")
-    for heading in ("op", "cpu", *map(arch_name, NVIDIA)):
-        shown.add_column(heading, no_wrap=True)
-    for row in rows:
-        own = row[: 1 + len(NVIDIA)]
-        shown.add_row(row[0].op, *(each.chosen or "—" for each in own))
-    return shown
+    headings = ("op", "cpu", *map(arch_name, NVIDIA))
+    columns = [Column(heading, rank=i, is_number=False) for i, heading in enumerate(headings)]
+    cells = ([row[0].op, *(each.chosen or "—" for each in row[: 1 + len(NVIDIA)])] for row in rows)
+    return fitting_table(columns, cells, width, caption=cards, grouped=False)
 
 
 def _on_amd(rows: list[list[Selection]]) -> str:
@@ -221,7 +219,7 @@ def markdown(rows: list[list[Selection]]) -> str:
 def explanation(each: Selection) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("backend", no_wrap=True)
-    shown.add_column(f"{each.op} on {each.problem}")
+    shown.add_column(f"{each.op} on {each.problem}", overflow="fold")
     for backend, reason in each.why_not.items():
         chosen = "[green]supported, selected by auto[/green]"
         shown.add_row(backend, reason or (chosen if backend == each.chosen else "supported"))

@@ -7,7 +7,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from mlakit.tools import accuracy, cli
+from mlakit.tools.accuracy import Accuracy
 from mlakit.tools.bench.tables import digits, table, times_of
 from mlakit.tools.columns import Column, counted, fitting_table
 from tests.tools.bench.fakes import row
@@ -66,6 +69,55 @@ def test_hidden_columns_are_named_and_the_width_that_shows_them():
     for width in (int(said) - 1, int(said)):
         text = "\n".join(shown(fitting_table(columns, rows, width), width))
         assert ("hidden" in text) == (width < int(said))
+
+
+def test_a_quick_run_says_that_it_is_no_speed_and_has_no_empty_column():
+    plain = [row("decode-bf16-b4-h16-1024", "mlakit", 12345.0)]
+    for is_quick in (False, True):
+        text = "\n".join(shown(table(plain, "us", 80, is_quick=is_quick), 80))
+        assert ("not how fast it is" in " ".join(text.split())) == is_quick
+        assert "target" not in text
+    assert "target" in "\n".join(shown(table(ROWS, "us", 200), 200))
+
+
+WHOLE = {
+    "memory deepseek-v3.2 --gpu-memory 141 --tp 8": ["1,932,928", "K/V, no MLA", "mxfp4_block32"],
+    "memory deepseek-v3 --gpu-memory 1000 --context 4k,32k,128k,512k,1m": ["4,997,120"],
+    "plan deepseek-v3 --context 128k --requests 32": ["274.5", "requests", "fp8"],
+    "plan deepseek-v3 --context 128k": ["--tensor-parallel-size"],
+    "support": ["norm_rope_quant_append", "hopper"],
+    "explain mla_decode --arch 90": ["hopper:small_m_fp4_kv", "triton"],
+    "bench --from docs/data/h200-decode.json": ["decode-fp8_token-b128-h128-4096", "228"],
+    "bench --from docs/data/h200-prefill-grid.json": ["1.11x"],
+}
+
+
+@pytest.mark.parametrize("command", WHOLE)
+def test_commands_cut_no_name_and_no_number_at_80_columns(command):
+    """A row of a table that is cut at the margin ends in an ellipsis, or in half of a number."""
+    wide, narrow = (
+        CliRunner(env={"COLUMNS": str(width)}).invoke(cli.app, command.split()).output
+        for width in (400, 80)
+    )
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "…" not in narrow
+    if not command.startswith("explain"):  # whose reasons may be folded
+        number = r"(?<![\w.,=])\d[\d.,]*\b"  # not after COLUMNS=
+        assert set(re.findall(number, narrow)) <= set(re.findall(number, wide))
+    for each in WHOLE[command]:
+        assert each in narrow
+
+
+def test_accuracy_shows_every_format_at_80_columns():
+    formats = ("eager", "bf16", "fp8", "fp8_token", "fp8_block128", "mxfp4_block32")
+    found = [Accuracy(each, 12.3456, (0.0123, 0.000456)) for each in formats]
+    text = "\n".join(shown(accuracy.table(found, "text.txt", 80), 80))
+    assert "…" not in text
+    assert "hidden" not in text
+    for each in (*formats, "1.23e-02", "4.56e-04", "perplexity"):
+        assert each in text.split()
+    narrow = " ".join(" ".join(shown(accuracy.table(found, "text.txt", 60), 60)).split())
+    assert "columns hidden at this width: mxfp4_block32 (COLUMNS=73 shows them)" in narrow
 
 
 def test_one_thing_is_not_plural():

@@ -121,7 +121,9 @@ def print_reports(reports: Sequence[Report]) -> None:
         console.print(
             f"{report.suite} ({report.mode}): {report.command}", highlight=False, markup=False
         )
-        console.print(table(report.rows, "ms" if report.mode == WALL else "us", console.width))
+        unit = "ms" if report.mode == WALL else "us"
+        is_quick = "--quick" in report.command.split()
+        console.print(table(report.rows, unit, console.width, is_quick=is_quick))
         for line in left_out_lines(report.left_out):
             console.print(line, markup=False)
         for heat in heat_maps(report.rows):

@@ -240,7 +240,7 @@ def run(
                 left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
                 memory += [Memory(workload.name, *each) for each in used.items()]
                 progress.finish_workload()
-    console.print(table(rows, "ms" if mode == WALL else "us", console.width))
+    console.print(table(rows, "ms" if mode == WALL else "us", console.width, is_quick=quick))
     for line in (*memory_lines(memory), *left_out_lines(left_out)):
         console.print(escape(line), highlight=False)
     return Report(suite, command, facts, rows, left_out, mode, ceilings, tuple(memory))

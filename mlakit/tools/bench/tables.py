@@ -11,13 +11,16 @@ from mlakit.tools.columns import Column, fitting_table
 
 PERCENTILES = "median, 20th and 80th percentile of the rounds"
 SPEEDUP = f"speedup: time of the implementation / time of {MLAKIT} in the same round"
+QUICK = "--quick: tiny problems and few rounds. This shows that the suite runs, not how fast it is."
 
 
-def table(rows: Sequence[Row], unit: str, width: int) -> RenderableType:
+def table(rows: Sequence[Row], unit: str, width: int, *, is_quick: bool = False) -> RenderableType:
     """Times in `unit`, ms or us; a speedup above 1 means that mlakit is faster."""
     divisor = {"ms": 1e3, "us": 1.0}[unit]
     rate, rate_divisor = ("GFLOP/s", 1.0) if unit == "ms" else ("TFLOP/s", 1e3)
     has_roofline = any(row.roofline is not None for row in rows)
+    has_target = any(row.min_speedup is not None and row.speedup is not None for row in rows)
+    caption = f"{unit}: {PERCENTILES}; {SPEEDUP}"
     columns = (
         Column("workload", is_number=False),
         Column("implementation", is_number=False),
@@ -29,10 +32,14 @@ def table(rows: Sequence[Row], unit: str, width: int) -> RenderableType:
         Column("rounds", rank=7),
         Column("speedup"),
         *(Column(end, rank=5) for end in ("p20", "p80")),
-        Column("target", rank=1, folds_at=10),
+        *([Column("target", rank=1, folds_at=10)] if has_target else []),
     )
-    lines = (_cells(row, divisor, rate_divisor, has_roofline) for row in rows)
-    return fitting_table(columns, lines, width, caption=f"{unit}: {PERCENTILES}; {SPEEDUP}")
+    lines = (
+        [*_cells(row, divisor, rate_divisor, has_roofline), *([target_text(row)] * has_target)]
+        for row in rows
+    )
+    caption = f"{QUICK}\n{caption}" if is_quick else caption
+    return fitting_table(columns, lines, width, caption=caption)
 
 
 def _cells(row: Row, divisor: float, rate_divisor: float, has_roofline: bool) -> list[str]:
@@ -44,7 +51,7 @@ def _cells(row: Row, divisor: float, rate_divisor: float, has_roofline: bool) ->
     rates = [digits(row.gflops / rate_divisor), digits(row.gbytes_per_s)]
     share = [percent(row.roofline)] if has_roofline else []
     figures = [*times, *rates, *share, str(row.rounds), *speedups]
-    return [row.workload, row.implementation, *figures, target_text(row)]
+    return [row.workload, row.implementation, *figures]
 
 
 def left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:

@@ -109,7 +109,7 @@ def support(
     and the shared memory with the limits of each architecture; the exit status is 1 if a kernel
     does not compile or exceeds a limit.
     """
-    from rich.console import Console
+    from mlakit.tools.columns import wide_console
 
     if as_markdown and (compile_kernels or as_json):
         raise typer.BadParameter("--markdown cannot be combined with --compile or --json")
@@ -123,9 +123,9 @@ def support(
         elif as_json:
             typer.echo(json.dumps([[each.as_json() for each in row] for row in rows], indent=2))
         else:
-            Console().print(support.support_table(rows))
+            console = wide_console()
+            console.print(support.support_table(rows, console.width), highlight=False)
         return
-    from mlakit.tools.columns import wide_console
     from mlakit.tools.compile import compilation, configurations, samples
 
     if everything:

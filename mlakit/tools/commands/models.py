@@ -67,8 +67,7 @@ def memory(
     Index keys are included, pages are counted as they are allocated, and the last row is the K/V
     cache without MLA. Needs no GPU.
     """
-    from rich.console import Console
-
+    from mlakit.tools.columns import wide_console
     from mlakit.tools.memory.budget import memory_report, parse_contexts, table
 
     if gpu_memory is None:
@@ -89,7 +88,8 @@ def memory(
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:
-        Console().print(table(report), highlight=False)
+        console = wide_console()
+        console.print(table(report, console.width), highlight=False)
 
 
 app.command("plan", cls=Command, epilog=planner.EXAMPLES)(planner.plan)

@@ -158,9 +158,8 @@ def accuracy(
     """
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from mlakit.tools.accuracy import measure, table
+    from mlakit.tools.columns import wide_console
 
     with usage_errors(), needs_transformers("accuracy"):
         if text is not None and not text.is_file():
@@ -170,4 +169,6 @@ def accuracy(
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in found], indent=2))
     else:
-        Console().print(table(found, "random tokens" if text is None else text.name))
+        console = wide_console()
+        of = "random tokens" if text is None else text.name
+        console.print(table(found, of, console.width), highlight=False)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from mlakit.formats import FORMATS, Format, known_format, row_codec
@@ -22,11 +21,12 @@ from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.model.v4 import V4Config, is_v4
 from mlakit.steps.pools import state_rows
 from mlakit.tools.bench.shapes import NUMBER, parse_number
+from mlakit.tools.columns import Column, fitting_table
 from mlakit.tools.memory.compressed import CompressedSize, compressed_size, uncompressed_size
 from mlakit.tools.memory.layers import LayerCounts, read_model
 from mlakit.tools.memory.sizes import CacheSize
 
-EXPANDED = "K/V without MLA"
+EXPANDED = "K/V, no MLA"
 INDEX_FORMAT: Format = "fp8_token"
 CHECKPOINT_INDEX = "model.safetensors.index.json"
 GIB = 1 << 30
@@ -226,25 +226,34 @@ def checkpoint_bytes(config: str) -> int | None:
     return int(found) if isinstance(found, int | float) and found > 0 else None
 
 
-def table(report: MemoryReport) -> Table:
-    """The sizes per format, and below them what they assume."""
+def table(report: MemoryReport, width: int) -> Table:
+    """The sizes per format, and below them what they assume.
+
+    Where `width` has no room for every context the last ones are left out, never the tokens that
+    fit.
+    """
     total, mla, indexer = report.layers
     title = f"{report.model}: {mla} MLA layers" + (f" of {total}" if mla < total else "")
     keys = "" if report.index_format is None else f" in {report.index_format}"
     title += (f", {indexer} with index keys{keys}" if indexer else "") + f"; batch {report.batch}"
-    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    shown.add_column("cache", overflow="fold", min_width=max(map(len, FORMATS)))
-    gib = [f"GiB/rank, {each:,} tokens" for each in report.contexts]
     free = report.cache_bytes
-    fit = [] if free is None else ["tokens that fit"]
-    for heading in ("bytes/token", "of a rank", *gib, *fit):
-        shown.add_column(heading, justify="right")
+    columns = [
+        Column("cache", is_number=False),
+        Column("bytes\nper token", rank=1),
+        Column("of a rank"),
+    ]
+    columns += [
+        Column(f"GiB/rank\n{each:,}\ntokens", rank=i)
+        for i, each in enumerate(report.contexts, start=2)
+    ]
+    columns += [] if free is None else [Column("tokens\nthat fit")]
+    rows = []
     for size in report.sizes:
         needed = (size.rank_bytes(each, report.batch) / GIB for each in report.contexts)
         cells = [f"{size.token_bytes:,}", f"{size.rank_token_bytes:,.0f}"]
         cells += [f"{each:,.2f}" for each in needed]
         cells += [] if free is None else [f"{size.max_tokens(free):,}"]
-        shown.add_row(size.name, *cells)
+        rows.append([size.name, *cells])
     notes = [f"Left out: {reason}." for reason in report.unsupported]
     if mla < total:
         notes.append("The state of linear attention is not counted: its size is constant.")
@@ -257,5 +266,6 @@ def table(report: MemoryReport) -> Table:
         known = report.weight_bytes
         weights = "are not counted" if known is None else f"take {known / GIB:.1f} GiB per rank"
         notes.append(f"Weights {weights}; activations are not counted.")
-    shown.caption, shown.caption_justify = "\n".join(notes) or None, "left"
+    shown = fitting_table(columns, rows, width, caption="\n".join(notes), grouped=False)
+    shown.title, shown.title_justify = title, "left"
     return shown

@@ -93,7 +93,7 @@ def plan(
             typer.echo(
                 f"Does not fit: {needed(found, gpus_per_node)}. Why: {found.why_not}.", err=True
             )
-        for part in shown(found):
+        for part in shown(found, console.width):
             console.print(part, highlight=False)
     if found.why_not is not None:
         raise typer.Exit(1)
@@ -122,36 +122,28 @@ def needed(found: Plan, gpus_per_node: int) -> str:
     return f"needs more than {tried} GPUs"
 
 
-def shown(found: Plan) -> Iterator[RenderableType]:
+def shown(found: Plan, width: int) -> Iterator[RenderableType]:
     """The candidates, the options of the chosen one with their reasons, and the assumptions."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
+    from mlakit.tools.columns import Column, fitting_table
     from mlakit.tools.memory.budget import GIB
     from mlakit.tools.planner.plan import RESERVE
 
-    candidates = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    candidates.add_column("GPUs", justify="right")
-    for heading in ("TP", "PP", "DCP"):
-        candidates.add_column(heading, justify="right")
-    candidates.add_column("cache", no_wrap=True)
-    for heading in ("GiB needed", "free", "requests fit", "attention ms"):
-        candidates.add_column(heading, justify="right")
+    columns = [Column(heading) for heading in ("GPUs", "TP", "PP", "DCP")]
+    columns += [Column("cache", is_number=False)]
+    columns += [Column("GiB\nneeded", rank=2), Column("GiB\nfree", rank=2)]
+    columns += [Column("requests\nfit"), Column("attention\nms", rank=1)]
+    rows = []
     for each in found.candidates:
         mark = "*" if each == found.chosen else ""
         row = [f"{mark}{each.gpus}", str(each.tp), str(each.pp), str(each.dcp), each.cache_dtype]
         row += [f"{bytes / GIB:,.1f}" for bytes in (each.needed_bytes, max(each.free_bytes, 0))]
         row.append(f"{each.max_requests:,}")
-        candidates.add_row(*row, "" if each.attention_ms is None else f"{each.attention_ms:.1f}")
-    yield candidates
+        rows.append([*row, "" if each.attention_ms is None else f"{each.attention_ms:.1f}"])
+    yield fitting_table(columns, rows, width, grouped=False)
     if found.options:
-        options = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-        options.add_column("option", no_wrap=True)
-        options.add_column("value", no_wrap=True)
-        options.add_column("why")
-        for option in found.options:
-            options.add_row(*option)
-        yield options
+        text = [Column(heading, is_number=False) for heading in ("option", "value")]
+        why = Column("why", is_number=False, folds_at=20)
+        yield fitting_table([*text, why], found.options, width, grouped=False)
     yield (
         f"* chosen. Weights: {found.weights.total_bytes / GIB:,.1f} GiB ({found.weights.source}). "
         f"Assumed: {RESERVE / GIB:g} GiB per GPU for activations, CUDA graphs and NCCL."
