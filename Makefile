@@ -173,9 +173,11 @@ mutants: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) -k mutant
 	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "mutant or mistake" tests/tools/emulator
 
-# the tables of docs/measured.md and README.md, from the reports in docs/data
-figures:
-	$(PYTHON) scripts/docs/figures.py
+# the tables of docs/measured.md, docs/vllm.md and README.md, and the chart of the first pages, from
+# the reports in docs/data
+figures: $(INSTALLED)
+	$(BIN)/python scripts/docs/figures.py
+	$(BIN)/python scripts/docs/landing_chart.py
 
 # the wheel and the source release in dist/: their files, and the wheel in an environment where only
 # the packages of torch are not absent

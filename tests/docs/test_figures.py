@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import figures
+import landing_chart
 import pytest
 
 REPORT = {
@@ -31,6 +32,17 @@ def figure(tmp_path, monkeypatch):
 
 def test_pages_have_the_figures_of_their_data():
     assert list(figures.stale()) == []
+
+
+def test_the_chart_of_the_first_pages_has_the_times_of_its_data():
+    assert landing_chart.facts().encode() in landing_chart.FILE.read_bytes()
+    groups = landing_chart.workloads()
+    assert len(groups) == 8
+    assert all({"mlakit", "flash_mla"} <= set(times) for _, times in groups)
+    assert groups[-1].label.splitlines()[2:] == ["2048 of 32k tokens", "sparse, FP8"]
+    assert "2 queries each" in groups[1].label
+    for fact in ("NVIDIA H200", "2026-11-18", "torch 2.11.0", "Triton 3.6.0"):
+        assert fact in landing_chart.where()
 
 
 @pytest.mark.parametrize("name", figures.TABLES)
