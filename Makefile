@@ -1,5 +1,5 @@
-# Everything a newcomer needs: `make demo` runs the library, `make quick` checks a change in a
-# minute, `make test` runs the tests (under 10 minutes); `make test-all` also runs more formats and
+# Everything a newcomer needs: `make demo` runs the library, `make quick` checks a change in a few
+# minutes, `make test` runs the tests (under 10 minutes); `make test-all` also runs more formats and
 # sizes in Triton's interpreter and compiles every GPU kernel, with the newest Triton and the oldest
 # (under 35 minutes in all). `make compile-all` compiles every configuration with both.
 PYTHON ?= python3
@@ -56,8 +56,7 @@ demo: $(INSTALLED)
 	$(BIN)/mlakit demo
 	$(BIN)/python examples/documented_function.py
 
-# while working on a change: all checks of `make test` but the slow tests, under 90 seconds on 2
-# cores
+# while working on a change: all checks of `make test` but the slow tests, a few minutes on 2 cores
 quick: lint types
 	$(BIN)/pytest $(PYTEST_JOBS) -m "not slow"
 
