@@ -64,17 +64,19 @@ class Figure:
     shown    implementations beside mlakit, in order
     against  those of `shown` whose speed is given
     only     workloads whose names match
+    part     shows what share of each time the workloads of this name take: `attention` of a step
     """
 
     file: str
     shown: tuple[str, ...]
     against: tuple[str, ...] = ()
     only: str = ""
+    part: str = ""
 
-    def workloads(self) -> dict[str, Times]:
+    def workloads(self, only: str | None = None) -> dict[str, Times]:
         found: dict[str, dict[str, float]] = {}
         for row in self.report()["rows"]:
-            if re.search(self.only, row["workload"]):
+            if re.search(self.only if only is None else only, row["workload"]):
                 found.setdefault(row["workload"], {})[row["implementation"]] = row["p50_us"]
         return found
 
@@ -95,12 +97,18 @@ class Figure:
         names = [NAMES.get(each, each) for each in self.shown]
         header = ["workload", "mlakit, us", *(f"{name}, us" for name in names)]
         header += [f"against {NAMES.get(each, each)}" for each in self.against]
+        parts = self.workloads(rf"^{self.part}-") if self.part else {}
+        header += [f"{self.part}'s share"] if self.part else []
         lines = [header, ["---"] * len(header)]
         for workload, times in self.workloads().items():
             cells = [us(times.get(each)) for each in (OURS, *self.shown)]
             cells += [
                 speed(times[each] / times[OURS]) if each in times else "" for each in self.against
             ]
+            if self.part:
+                own = parts[f"{self.part}-{workload.partition('-')[2]}"]
+                shares = (own[each] / times[each] for each in (OURS, *self.shown) if each in own)
+                cells.append(", ".join(f"{100 * share:.0f} %" for share in shares))
             lines.append([f"`{workload}`", *cells])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + self.footer()
 
@@ -171,8 +179,8 @@ FIGURES = {
     ),
     "vllm": Figure("h200-vllm.json", (FLASH_MLA, FA3), (FLASH_MLA, FA3)),
     **{
-        f"engine-{op}": Figure("h200-engine-speed.json", ENGINE, ENGINE, rf"^{op}")
-        for op in ("attention", "step", "first_token")
+        f"engine-{op}": Figure("h200-engine-speed.json", ENGINE, ENGINE, rf"^{op}", part)
+        for op, part in (("attention", ""), ("step", "attention"), ("first_token", ""))
     },
     "transformers": Figure("h200-transformers.json", ("mlakit, CUDA graph", EAGER, SDPA), (EAGER,)),
 }

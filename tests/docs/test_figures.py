@@ -65,6 +65,19 @@ def test_a_table_has_times_speeds_and_where_they_come_from(figure):
     ]
 
 
+def test_the_page_of_vllm_says_in_how_many_pairs_a_step_is_behind():
+    step = figures.FIGURES["engine-step"]
+    behind = [1 / each for each in step.speeds(figures.ENGINE) if each < 1 / 1.01]
+    text = " ".join((figures.ROOT / "docs" / "vllm.md").read_text().split())
+    said = f"In {len(behind)} of {len(step.workloads())} pairs of batch and context"
+    assert f"{said} the whole step takes more than 1.01 times as long" in text
+    assert f"fastest backend: {min(behind):.2f} to {max(behind):.2f} times" in text
+    first = figures.FIGURES["engine-first_token"].speeds(figures.ENGINE)
+    (late,) = (each for each in first if each < 1)
+    assert f"In 1 of {len(first)} it is behind, by {100 * (1 / late - 1):.1f} %" in text
+    assert min(figures.FIGURES["engine-attention"].speeds(figures.ENGINE)) > 1
+
+
 def test_speeds_are_those_against_the_fastest_peer(figure):
     assert figure.speeds(("flash_mla", "fa3")) == pytest.approx([1.004, 0.75])
 
