@@ -3,6 +3,8 @@
     python examples/generate.py                                   # a small random model
     python examples/generate.py DeepSeek-V2-Lite --device cuda    # a folder of a checkpoint
 
+It needs transformers: pip install '.[transformers]' in the folder of mlakit.
+
 Two prompts of different lengths share a batch. The same tokens come from eager attention first,
 and the last lines have the bytes of both caches. With 16-bit weights rounding may select another
 token, so only the small float32 model must agree; the exit status is 1 if it does not.
@@ -16,7 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache
+
+try:
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache
+except ModuleNotFoundError:
+    sys.exit("examples/generate.py needs transformers: pip install '.[transformers]'")
 
 from mlakit.integrations.transformers import patch
 

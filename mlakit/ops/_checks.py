@@ -20,7 +20,8 @@ def check_layer(op: str, cache: object, layer: int, *, owner: str = "") -> Cache
     """The layer of a cache that a public function was given, itself or as part of `owner`."""
     if not isinstance(cache, PagedLatentCache):
         got = type(cache).__name__
-        raise TypeError(f"{op}: {owner}cache must be a PagedLatentCache, got {got}")
+        hint = "; PagedLatentCache.wrap(tensor, geometry) makes one" if got == "Tensor" else ""
+        raise TypeError(f"{op}: {owner}cache must be a PagedLatentCache, got {got}{hint}")
     if type(layer) is int:
         known = cache.find_layer(layer)
         if known is not None:

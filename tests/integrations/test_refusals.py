@@ -69,7 +69,7 @@ def test_a_patched_model_is_not_patched_again(model):
     with pytest.raises(ValueError, match="patched already"):
         patch(model)
     unpatch(model)
-    with pytest.raises(ValueError, match="unpatch: the model is not patched"):
+    with pytest.raises(ValueError, match="unpatch: the model is not patched; `with patch"):
         unpatch(model)
 
 
@@ -86,7 +86,7 @@ def test_a_with_block_undoes_the_patch(how):
             unpatch(model)
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(ids).logits, eager)
-    with pytest.raises(ValueError, match="unpatch: the model is not patched"):
+    with pytest.raises(ValueError, match="unpatch: the model is not patched; `with patch"):
         unpatch(model)
 
 

@@ -98,7 +98,8 @@ BOTH: WrongCalls = {
     "layer must be below the cache's 2 layers, got 2": {
         "batch": Edit(lambda b: replace(b, layer=2))
     },
-    "cache must be a PagedLatentCache, got Tensor": {
+    "cache must be a PagedLatentCache, got Tensor; "
+    "PagedLatentCache.wrap(tensor, geometry) makes one": {
         "batch": Edit(lambda b: replace(b, cache=b.cache.payload))
     },
     "cache must have rows like the geometry's, "

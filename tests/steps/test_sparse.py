@@ -313,7 +313,8 @@ def fewer_pages(index: IndexInputs) -> IndexInputs:
 
 REFUSALS: dict[str, Change] = {
     "index must be IndexInputs, got PagedLatentCache": lambda b, i: {"index": i.cache},
-    "index.cache must be a PagedLatentCache, got Tensor": lambda b, i: {
+    "index.cache must be a PagedLatentCache, got Tensor; "
+    "PagedLatentCache.wrap(tensor, geometry) makes one": lambda b, i: {
         "index": replace(i, cache=i.keys)
     },
     "index.layer must be below the cache's 3 layers, got 3": lambda b, i: {

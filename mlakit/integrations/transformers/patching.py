@@ -122,7 +122,9 @@ def _check_transformers(function: str) -> None:
 def unpatch(model: Any) -> None:
     """Undo `patch`: the model attends as before. Caches that the patched model began are lost."""
     if _PATCH not in model.__dict__:
-        raise ValueError("unpatch: the model is not patched")
+        raise ValueError(
+            "unpatch: the model is not patched; `with patch(model):` undoes a patch by itself"
+        )
     undone: Patch = model.__dict__.pop(_PATCH)
     del model.__dict__["generate_batch"]
     for hook in undone.hooks:

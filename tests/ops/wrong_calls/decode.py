@@ -26,9 +26,8 @@ WRONG: CallTables = {
         "TypeError: q must be bfloat16 or float8_e4m3fn, got float16": {"q": of(torch.float16)},
         "q must be on a device that holds data, got a meta tensor": {"q": ON_META},
         "q must have a contiguous last axis, got strides (120, 1, 3)": {"q": COLUMNS_FIRST},
-        "TypeError: cache must be a PagedLatentCache, got Tensor": {
-            "cache": Edit(lambda t: t.payload)
-        },
+        "TypeError: cache must be a PagedLatentCache, got Tensor; "
+        "PagedLatentCache.wrap(tensor, geometry) makes one": {"cache": Edit(lambda t: t.payload)},
         "layer must be below the cache's 2 layers, got 2": {"layer": 2},
         "layer must be at least 0, got -1": {"layer": -1},
         "TypeError: layer must be an integer, got float": {"layer": 1.0},
