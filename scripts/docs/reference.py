@@ -78,7 +78,7 @@ def entry(name: str) -> str:
         parts = [_signature(short, value), *_described(value)]
     else:
         parts = [f"```text\n{short} = {_shown(value)}\n```"]
-    found = examples().get(short) if name.count(".") == 1 else None
+    found = examples().get(id(value))
     if found is not None:
         parts.append(f"Example: [{found.heading}]({found.page}#{anchor(found.heading)}).")
     homes = (importlib.import_module(each) for each in (module, "mlakit"))
@@ -275,9 +275,9 @@ def _shown(value: Any) -> str:
 
 
 @cache
-def examples() -> dict[str, Example]:
-    """The first example of the guides that uses each name of `mlakit`."""
-    found: dict[str, Example] = {}
+def examples() -> dict[int, Example]:
+    """The first example of the guides that uses each object of mlakit, by its id."""
+    found: dict[int, Example] = {}
     guides = [API.parent / f"{name}.md" for name in ("quickstart", "layer", "parallel", "concepts")]
     guides += sorted(set(API.parent.glob("*.md")) - set(guides)) + sorted(API.glob("*.md"))
     for path in guides:
@@ -287,17 +287,30 @@ def examples() -> dict[str, Example]:
             if match[2]:
                 heading = match[2]
                 continue
-            for name in _names(match[3]):
-                found.setdefault(name, Example(page, heading))
+            for value in _used(match[3]):
+                found.setdefault(id(value), Example(page, heading))
     return found
 
 
-def _names(code: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(code)):
+def _used(code: str) -> Iterator[object]:
+    """What an example imports from mlakit, and the attributes that it reads of that."""
+    nodes, bound = list(ast.walk(ast.parse(code))), {"mlakit": importlib.import_module("mlakit")}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "mlakit":
+            home: Any = importlib.import_module(node.module or "")
+            for each in node.names:
+                bound[each.asname or each.name] = getattr(home, each.name)
+    yield from bound.values()
+    for node in nodes:
         if isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlakit"):
-            yield from (each.name for each in node.names)
+            yield _read(node, bound)
+
+
+def _read(node: ast.expr, bound: dict[str, Any]) -> object:
+    """The value of a dotted name; None for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return getattr(_read(node.value, bound), node.attr, None)
+    return bound.get(node.id) if isinstance(node, ast.Name) else None
 
 
 def stale() -> Iterator[Path]:
