@@ -19,8 +19,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
-PAGES = tuple(
-    ROOT / name for name in ("README.md", "docs/measured.md", "docs/vllm.md", "docs/notes/races.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("measured", "vllm", "flashinfer", "notes/races")),
 )
 MARKER = re.compile(r"(<!-- figure: ([a-z0-9_-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OURS = "mlakit"
@@ -242,9 +243,27 @@ def launches() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"summary": summary, "launches": launches} | {
-    name: figure.table for name, figure in FIGURES.items()
-}
+def solutions() -> str:
+    """Return the solutions of FlashInfer-Bench's definitions, and how they compare on a CPU."""
+    record = json.loads((DATA / "flashinfer-bench.json").read_text(encoding="utf-8"))
+    lines = [
+        "| definition | function | largest error / allowed | time |",
+        "| --- | --- | --- | --- |",
+    ]
+    for each in record["solutions"]:
+        share = 100 * each["share_of_rule"]
+        error = "equal entries" if "topk_indexer" in each["definition"] else f"{share:.1f} %"
+        lines.append(f"| `{each['definition']}` | `{each['function']}` | {error} | not timed |")
+    torch = record["torch"].partition("+")[0]
+    facts = f"{record['date']}, a CPU, torch {torch}, definitions of {record['definitions']}"
+    return "\n".join(lines) + f"\n\n<sub>{facts}: [data](data/flashinfer-bench.json)</sub>"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "launches": launches,
+    "flashinfer-bench": solutions,
+} | {name: figure.table for name, figure in FIGURES.items()}
 
 
 def filled(page: str) -> str:
