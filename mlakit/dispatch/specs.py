@@ -41,6 +41,8 @@ class Use(Enum):
     UNALIGNED_SCALES = "unaligned scales of the cache"  # of a page
     UNALIGNED_KEYS = "unaligned rows of k_nope or k_rope"
     UNALIGNED_VALUES = "unaligned rows of v"
+    CONTIGUOUS_KEYS = "v with contiguous keys instead of columns"  # of e4m3
+    SCALES_OF_KEYS = "scales of each key"  # k_scale= or v_scale= with keys_per_scale=1 that varies
     UNALIGNED_OPERANDS = "unaligned rows of a or b"
     UNEVEN_PAGES = "pages at distances that are no multiple of a row's"  # of sparse_mla's caches
     OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla

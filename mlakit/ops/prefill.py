@@ -131,16 +131,29 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
 
     a = a._replace(softmax_scale=scale, keys_per_scale=keys_per_scale)
     problem = prefill_problem(
-        a.q, a.k_nope, a.k_rope, a.v, mask=a.mask, has_alibi=a.alibi_slopes is not None
+        *(a.q, a.k_nope, a.k_rope, a.v),
+        mask=a.mask,
+        has_alibi=a.alibi_slopes is not None,
+        key_scales=(a.k_scale, a.v_scale) if keys_per_scale == 1 else (),
     )
     selection.select(NAME, problem, a.backend).launch(a, out, lse)
     return out, lse
 
 
 def prefill_problem(
-    q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, *, mask: Mask, has_alibi: bool = False
+    q: Tensor,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    has_alibi: bool = False,
+    key_scales: tuple[Tensor | None, ...] = (),
 ) -> Problem:
-    """Describe a call to dispatch by the shapes, strides and dtypes of its tensors."""
+    """Describe a call to dispatch by the shapes, strides and dtypes of its tensors.
+
+    key_scales  k_scale and v_scale, where each key may have its own
+    """
     uses: list[Use] = []
     if has_alibi:
         uses.append(Use.ALIBI_SLOPES)
@@ -148,8 +161,12 @@ def prefill_problem(
         uses.append(Use.UNALIGNED_QUERY)
     if not (_has_pitch(k_nope) and _has_pitch(k_rope)):
         uses.append(Use.UNALIGNED_KEYS)
-    if v.dtype != E4M3 and not _has_pitch(v):
+    if v.shape[2] > 1 and v.stride(2) != 1:
+        uses.append(Use.CONTIGUOUS_KEYS)
+    elif not _has_pitch(v):
         uses.append(Use.UNALIGNED_VALUES)
+    if any(scale is not None and scale.stride(0) != 0 for scale in key_scales):
+        uses.append(Use.SCALES_OF_KEYS)
     return Problem(
         *device_facts(q.device),
         dtype=str(q.dtype),

@@ -13,6 +13,7 @@ from mlakit.dispatch.architectures import arch_name
 from mlakit.dispatch.names import one_of
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
 from mlakit.kernels.blackwell.device.configs import D_C, D_R, head_rows
+from mlakit.kernels.blackwell.prefill.configs import FP8_WIDTHS as FP8_PREFILL_WIDTHS
 from mlakit.kernels.blackwell.prefill.configs import WIDTHS as PREFILL_WIDTHS
 from mlakit.kernels.hopper.sparse.configs import D_V, ROWS
 from mlakit.kernels.hopper.support import PREFILL_MASK_TRAITS
@@ -22,6 +23,8 @@ OLDEST_TRITON = (3, 9)
 FORMATS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 SPLIT_FORMATS = {f"{format}_split": dtype for format, dtype in FORMATS.items()}
 FP8_FORMATS = {"fp8_block128": "torch.bfloat16"}  # rotated columns are bfloat16, too
+E4M3 = "torch.float8_e4m3fn"
+PREFILL_DTYPES = (*FORMATS.values(), E4M3)
 FEW_HEADS = 64
 
 
@@ -154,10 +157,11 @@ def _why_not_prefill(problem: Problem) -> str | None:
     refusal = _why_not_device(problem)
     if refusal is not None:
         return refusal
-    if problem.dtype not in FORMATS.values():
-        return f"needs {one_of(list(FORMATS.values()))}, got {problem.dtype}"
-    if problem.head_widths not in PREFILL_WIDTHS:
-        known = one_of(["+".join(map(str, widths)) for widths in PREFILL_WIDTHS])
+    if problem.dtype not in PREFILL_DTYPES:
+        return f"needs {one_of(list(PREFILL_DTYPES))}, got {problem.dtype}"
+    taken = FP8_PREFILL_WIDTHS if problem.dtype == E4M3 else PREFILL_WIDTHS
+    if problem.head_widths not in taken:
+        known = one_of(["+".join(map(str, widths)) for widths in taken])
         got = "+".join(map(str, problem.head_widths or ())) or "none"
         return f"needs widths D_N+D_R+D_V of {known}, got {got}"
     return problem.uses[0].refusal if problem.uses else None

@@ -41,6 +41,8 @@ __all__ = ["ARCH", "BLOCK", "FORMATS", "PAGES", "ROW", "SPARSE_ROWS", "SPECS"]
 ARCH = 90
 ROW = (D_C + D_R, D_C)
 E4M3 = "torch.float8_e4m3fn"
+# a kernel before it rewrites values and their scales
+FP8_PREFILL_USES = (Use.UNALIGNED_VALUES, Use.CONTIGUOUS_KEYS, Use.SCALES_OF_KEYS)
 FORMATS = {
     "bf16": ("torch.bfloat16",),
     "fp16": ("torch.float16",),
@@ -220,7 +222,8 @@ def _why_not_prefill(problem: Problem) -> str | None:
         known = ", ".join("+".join(map(str, widths)) for widths in taken)
         got = "+".join(map(str, problem.head_widths or ())) or "none"
         return f"needs widths D_N+D_R+D_V of {known}, got {got}"
-    return problem.uses[0].refusal if problem.uses else None
+    uses = [use for use in problem.uses if problem.dtype != E4M3 or use not in FP8_PREFILL_USES]
+    return uses[0].refusal if uses else None
 
 
 def _prefill_variant(problem: Problem) -> str:

@@ -507,6 +507,21 @@ BLACKWELL: dict[str, Case] = {
     "blackwell-prefill-256-256-window": _prefill(
         192, 64, 256, mask="sliding_window_causal", window=50, sink="finite"
     ),
+    "blackwell-prefill-fp8": _prefill_fp8(transposed=False, block_scales=True),
+    "blackwell-prefill-fp8-128-128": _prefill_fp8(
+        transposed=False, qk_rope_head_dim=0, block_scales=True, mask="null", sink="mixed"
+    ),
+    "blackwell-prefill-fp8-uniform": _prefill_fp8(
+        transposed=False,
+        uniform_keys=True,
+        uniform_values=True,
+        mask="sliding_window_causal",
+        window=50,
+        sharpness=-2.0,
+    ),
+    "blackwell-prefill-fp8-unscaled": _prefill_fp8(
+        transposed=False, scaled=False, mask="chunked", window=300, sink="finite"
+    ),
 }
 HOPPER_ARCH = 90
 BLACKWELL_ARCHS = (100, 103)

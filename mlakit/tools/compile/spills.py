@@ -67,6 +67,7 @@ SPILL_BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
         "*-sliding_window_causal": (3, 10),
         "*": (2, 7),
     },
+    "mla_prefill_e4m3_kernel": {"*": (4, 11)},  # likewise
     # likewise, but for one load in the loop of the softmax warps
     "sparse_mla_n64_bf16_kernel": {"*-h16-*": NO_SPILLS, "*": (7, 13)},
     # likewise, but for two loads in the loop of the dequant warpgroup

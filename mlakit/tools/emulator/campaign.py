@@ -118,6 +118,11 @@ _PREFILL_BLACKWELL = (
     {"kv_lens": (578, 279), "q_lens": (300, 130), "mask": "sliding_window_causal", "window": 50},
     {"kv_lens": (60, 70, 40), "q_lens": (60, 70, 40)},
 )
+# the same, with more blocks than there are stages
+_PREFILL_FP8_BLACKWELL = (
+    {"kv_lens": (1300, 300), "q_lens": (260, 60), "sharpness": 6.0},
+    *_PREFILL_BLACKWELL[1:],
+)
 _INDEXER = {"kv_lens": (1500, 700, 300, 900, 100, 600), "q_lens": (1,) * 6}
 SUBJECTS: dict[str, Subject] = {
     "decode-m64_bf16": Subject(
@@ -217,6 +222,11 @@ SUBJECTS: dict[str, Subject] = {
             *_cases("blackwell-prefill-192-128", *_PREFILL_BLACKWELL),
             *_cases("blackwell-prefill-256-256", *_PREFILL_BLACKWELL),
         ),
+        backend="blackwell",
+    ),
+    "blackwell-prefill-fp8": Subject(
+        "mla_prefill_e4m3_kernel",
+        _cases("blackwell-prefill-fp8", *_PREFILL_FP8_BLACKWELL),
         backend="blackwell",
     ),
     "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),

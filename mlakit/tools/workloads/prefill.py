@@ -113,7 +113,7 @@ class PrefillCase(BatchedCase):
                 **extras,
                 **results_given,
             )
-            problem = prefill_problem(*tensors, mask=mask)
+            problem = prefill_problem(*tensors, mask=mask, key_scales=self._key_scales(extras))
             backends.append(selection.select(self.op, problem, backend).backend)
             return results
 
@@ -164,6 +164,10 @@ class PrefillCase(BatchedCase):
     def _scales(self, inputs: Inputs) -> dict[str, Any]:
         """The scales of e4m3 tensors, as arguments."""
         return {}
+
+    def _key_scales(self, extras: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        """The scales that each key may have its own of, as `prefill_problem` wants them."""
+        return ()
 
     def _oracle(self, given: Given, dtype: torch.dtype, **more: Any) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor] = self.reference.mla_prefill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,18 @@ HALF_ROUNDING = 1 / 32
 # of their signs: in a row of two or three large probabilities the errors of one draw may cancel
 DRAWS = 4
 PITCH = 16  # keys of a transposed v are padded to a multiple, as TMA wants it
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def _exact_mma(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ bᵀ in float32."""
+    return a.float() @ b.float().T
+
+
+# how the tensor cores of a backend add up scores, if it rounds probabilities to e4m3
+FP8_SUMS: dict[str, Product] = {"hopper": fp8_mma, "blackwell": _exact_mma}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -66,6 +79,9 @@ class PrefillFp8Case(PrefillCase):
 
     def _scales(self, inputs: Inputs) -> dict[str, Any]:
         return {"keys_per_scale": self._keys_per_scale, **self._placed_scales(inputs)}
+
+    def _key_scales(self, extras: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        return () if self.block_scales else (extras.get("k_scale"), extras.get("v_scale"))
 
     def _placed_scales(self, inputs: Inputs) -> dict[str, Tensor]:
         if not self.scaled:
@@ -111,11 +127,11 @@ class PrefillFp8Case(PrefillCase):
     def _naive(
         self, given: Given, exact: Tensor, out: Tensor, backend: str
     ) -> tuple[Tensor, Tensor]:
-        if backend != "hopper":
+        if backend not in FP8_SUMS:
             where = given.to(exact.device)
             return self._oracle(where, torch.float32, weights_dtype=torch.bfloat16)
-        sink = given.extras.get("sink")
-        draws, lse = self._fp8_run(given.tensors, self._of_keys(given), sink)
+        sink, product = given.extras.get("sink"), FP8_SUMS[backend]
+        draws, lse = self._fp8_run(given.tensors, self._of_keys(given), sink, product)
         return _worst_rows(draws.to(exact.device), exact), lse
 
     def _largest_score(self, given: Given) -> Tensor:
@@ -137,10 +153,14 @@ class PrefillFp8Case(PrefillCase):
         }
 
     def _fp8_run(
-        self, tensors: tuple[Tensor, ...], scales: dict[str, Tensor], sink: Tensor | None
+        self,
+        tensors: tuple[Tensor, ...],
+        scales: dict[str, Tensor],
+        sink: Tensor | None,
+        product: Product,
     ) -> tuple[Tensor, Tensor]:
-        """What Hopper's tensor cores lose: scores have their accumulation, probabilities are wrong
-        by `HALF_ROUNDING`. float32: (out of each draw of signs, lse)."""
+        """What a kernel with probabilities of e4m3 loses: scores are those of `product`,
+        probabilities are wrong by `HALF_ROUNDING`. float32: (out of each draw of signs, lse)."""
         q, k_nope, k_rope, v = tensors
         values = _dequantised(v, scales.get("v_scale")).float().nan_to_num()
         own = torch.Generator("cpu").manual_seed(0)
@@ -159,7 +179,7 @@ class PrefillFp8Case(PrefillCase):
             scores = q.new_empty(q_end - q_start, self.heads, len(key), dtype=torch.float32)
             for head in range(self.heads):
                 key_rows = torch.cat([k_nope[keys, head].float(), k_rope[keys].float()], dim=-1)
-                scores[:, head] = fp8_mma(q[queries, head], key_rows.nan_to_num())
+                scores[:, head] = product(q[queries, head], key_rows.nan_to_num())
             if self.scaled:
                 scores *= scales["q_scale"][queries, :, None]
                 scores *= scales["k_scale"][keys].nan_to_num()

@@ -50,8 +50,8 @@ def test_problems_that_it_takes(mask, widths, dtype, arch):
         ({"arch": 90}, "needs sm_100 or sm_103, got sm_90"),
         ({"arch": 120}, "needs sm_100 or sm_103, got sm_120"),
         (
-            {"dtype": "torch.float8_e4m3fn"},
-            "needs torch.bfloat16 or torch.float16, got torch.float8_e4m3fn",
+            {"dtype": "torch.float32"},
+            "needs torch.bfloat16, torch.float16 or torch.float8_e4m3fn, got torch.float32",
         ),
         (
             {"head_widths": (64, 32, 64)},

@@ -21,6 +21,7 @@ SAMPLE = (
     "blackwell-decode-h64-fp8_block128",
     "blackwell-prefill-192-128",
     "blackwell-prefill-256-256",
+    "blackwell-prefill-fp8",
 )  # one of each kernel, and prefill with one and with two query tiles
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
@@ -168,6 +169,73 @@ def prefill(widths: tuple[int, int, int], given: dict[str, Any]) -> harness.Outc
 def test_prefill_of_requests_of_any_length(widths, given, in_emulator):
     outcome = in_emulator(prefill, widths, given)
     assert outcome.passed, str(outcome)
+
+
+PREFILLS_FP8: tuple[dict[str, Any], ...] = (
+    {"kv_lens": (0, 300, 77, 0, 40), "q_lens": (3, 300, 0, 9, 40), "sink": "mixed"},
+    {"kv_lens": (1025, 640), "q_lens": (1, 1), "sharpness": 30.0, "seed": 1},
+    {"kv_lens": (90, 130, 1), "q_lens": (140, 300, 129), "mask": "null", "qk_rope_head_dim": 0},
+    {"kv_lens": (500, 130), "q_lens": (200, 130), "mask": "chunked", "window": 50, "padded": True},
+    {"kv_lens": (600, 5), "q_lens": (400, 5), "sharpness": 0.0, "given_results": True},
+)
+
+
+def prefill_fp8(given: dict[str, Any]) -> harness.Outcome:
+    from mlakit.tools.workloads import PrefillFp8Case
+
+    named = {**widths_of(128, 64, 128), "heads": 2, "transposed": False, "block_scales": True}
+    trial = PrefillFp8Case(**{**named, **given}).trial("cpu")
+    return harness.run_trial(trial, str(given), 0, backend="blackwell")
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("given", PREFILLS_FP8, ids=str)
+def test_fp8_prefill_of_requests_of_any_length(given, in_emulator):
+    outcome = in_emulator(prefill_fp8, given)
+    assert outcome.passed, str(outcome)
+
+
+def scales_that_are_not_finite(mask: tuple[str, int]) -> Any:
+    """Return the results, and what the oracle says."""
+    from mlakit import mla_prefill, reference
+    from mlakit.model.masks import Mask
+    from mlakit.tools.emulator.frontend import emulating_mlakit
+
+    starts = [0, 300, 429], [0, 520, 649]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        for shape in ((429, 2, 192), (649, 2, 128), (649, 64), (649, 2, 128))
+    ]
+    bits = tensors[3].view(torch.uint8)
+    bits[60, 0, 3], bits[260, 1, 2], bits[391, 1, 2], bits[600, 0, 127] = 0x7F, 0xFF, 0x7F, 0x7F
+    k_scale, v_scale = torch.ones(7), torch.full((7, 2), -0.5)
+    # blocks of keys from 256 on, and from 384 on, of the first request; then of the second
+    k_scale[2], v_scale[3, 0], v_scale[5, 1] = torch.nan, torch.inf, torch.nan
+    given: dict[str, Any] = {
+        "softmax_scale": 0.05,
+        "mask": Mask(*mask),
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "keys_per_scale": 128,
+    }
+    exact = reference.mla_prefill(*tensors, *starts, **given)
+    with emulating_mlakit(arch=BLACKWELL_ARCHS[0]):
+        offsets = (torch.tensor(each, dtype=torch.int32) for each in starts)
+        results = mla_prefill(*tensors, *offsets, **given, backend="blackwell")
+    return results, exact
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("mask", [("causal",), ("null",), ("sliding_window_causal", 333)], ids=str)
+def test_fp8_values_and_scales_that_are_not_finite_reach_the_queries_that_see_them(
+    mask, in_emulator
+):
+    results, exact = in_emulator(scales_that_are_not_finite, mask)
+    assert exact[0].isnan().any()
+    assert exact[1].isnan().any()
+    for result, want in zip(results, exact, strict=True):
+        torch.testing.assert_close(result.double(), want, atol=3e-2, rtol=3e-2, equal_nan=True)
 
 
 def values_that_are_not_finite(widths: tuple[int, int, int], mask: tuple[str, int]) -> Any:

@@ -23,15 +23,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from mlakit.kernels.blackwell.prefill.loads import Inputs, masking_warps, producer
-from mlakit.kernels.blackwell.prefill.pipeline import KEYS, QUERIES, Sizes, alloc, sizes_of
-from mlakit.kernels.blackwell.prefill.products import issue
-from mlakit.kernels.blackwell.prefill.softmax import Results, softmax_warps
+from mlakit.kernels.blackwell.prefill.loads import Inputs
+from mlakit.kernels.blackwell.prefill.pipeline import KEYS, QUERIES, alloc, sizes_of
+from mlakit.kernels.blackwell.prefill.roles import run_roles
+from mlakit.kernels.blackwell.prefill.softmax import Results, Values
 from mlakit.kernels.hopper.prefill.bf16 import VARYING
 from mlakit.kernels.hopper.prefill.epilogue import Outputs
 from mlakit.kernels.hopper.prefill.pipeline import alloc_tile_stages
 from mlakit.kernels.hopper.prefill.tiles import Schedule
-from mlakit.kernels.hopper.prefill.values import MASKING_WARPS
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -57,15 +56,7 @@ def mla_prefill_bf16_kernel(
 ):
     """Run persistent CTAs, at most one per SM, over the work tiles that they draw."""
     TILES: gl.constexpr = CONFIG.TILES
-    PARTS: gl.constexpr = sizes_of(TRAITS.D_N, TRAITS.D_R, D_V)
-    sizes = Sizes(
-        TILES=TILES,
-        D_N=TRAITS.D_N,
-        D_R=TRAITS.D_R,
-        KEY_PARTS=PARTS[0],
-        VALUE_PARTS=PARTS[1],
-        HAS_TAIL=PARTS[2],
-    )
+    sizes = sizes_of(TRAITS, D_V, CONFIG, IS_ALIGNED=False)
     smem, tmem, barriers = alloc(q.dtype, sizes, CONFIG.STAGES)
     tiles = alloc_tile_stages(TILES + 2)
     gdc_wait()  # for the schedule
@@ -79,39 +70,15 @@ def mla_prefill_bf16_kernel(
         BLOCK_Q=TILES * QUERIES,
         BLOCK_K=KEYS,
     )
-    inputs = Inputs(q, k, k_rope, v, stride_q_head, stride_k_head, stride_v_head)
+    inputs = Inputs(q, q, k, k_rope, v, stride_q_head, stride_k_head, stride_v_head)
     results = Results(
         outputs=Outputs(
             *outputs, stride_lse_token=stride_lse_token, stride_lse_head=stride_lse_head
         ),
-        v=values.v,
-        stride_v_token=values.stride_token,
-        stride_v_head=stride_v_head,
+        values=Values(values.v, values.stride_token, stride_v_head, 1),
+        scales=None,
         scale_log2=scale_log2,
         SIGN=TRAITS.SIGN,
         RESCALE_THRESHOLD=CONFIG.RESCALE_THRESHOLD,
     )
-    OTHERS: gl.constexpr = CONFIG.OTHER_REGISTERS
-    if TILES == 2:
-        gl.warp_specialize(
-            [
-                (softmax_warps, (0, schedule, tiles, sizes, smem, tmem, barriers, results)),
-                (softmax_warps, (1, schedule, tiles, sizes, smem, tmem, barriers, results)),
-                (producer, (schedule, tiles, inputs, sizes, smem, barriers)),
-                (issue, (schedule, tiles, sizes, smem, tmem, barriers)),
-                (masking_warps, (schedule, tiles, sizes, smem, barriers)),
-            ],
-            [4, 1, 1, MASKING_WARPS],
-            [CONFIG.SOFTMAX_REGISTERS, OTHERS, OTHERS, OTHERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (softmax_warps, (0, schedule, tiles, sizes, smem, tmem, barriers, results)),
-                (producer, (schedule, tiles, inputs, sizes, smem, barriers)),
-                (issue, (schedule, tiles, sizes, smem, tmem, barriers)),
-                (masking_warps, (schedule, tiles, sizes, smem, barriers)),
-            ],
-            [1, 1, MASKING_WARPS],
-            [OTHERS, OTHERS, OTHERS],
-        )
+    run_roles(schedule, tiles, inputs, sizes, smem, tmem, barriers, results, CONFIG)

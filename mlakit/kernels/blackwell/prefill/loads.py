@@ -6,12 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import mbarrier
 
-from mlakit.kernels.blackwell.prefill import configs
 from mlakit.kernels.blackwell.prefill.pipeline import (
     KEYS,
     PART,
     QUERIES,
     TAIL,
+    tail_of,
     turn,
 )
 from mlakit.kernels.hopper.device.compat import record, reinterpret, tma_load
@@ -23,6 +23,7 @@ from mlakit.kernels.hopper.prefill.pipeline import (
     wait_tile,
 )
 from mlakit.kernels.hopper.prefill.tiles import (
+    align_tile,
     block_start,
     draw_tile,
     drawn_number,
@@ -32,15 +33,13 @@ from mlakit.kernels.hopper.prefill.tiles import (
 )
 from mlakit.kernels.hopper.prefill.values import MASKING_WARPS, zero_non_finite
 
-ATOM = gl.constexpr(configs.ATOM)
-ATOMS = gl.constexpr(configs.PART // configs.ATOM)
-
 
 @record
 class Inputs:
-    """TMA descriptors of tiles of 128 x 64, and the columns from a head to the next."""
+    """TMA descriptors of tiles of 128 rows, and the columns from a head to the next."""
 
     q: object
+    q_tail: object  # of 64 columns
     k: object  # the columns that are not rotated
     k_rope: object  # or None
     v: object
@@ -50,14 +49,23 @@ class Inputs:
 
 
 @gluon.jit
-def _atoms(tile):
-    """A part as its swizzle atoms, [2, 128, 64]."""
-    return reinterpret(tile, tile.dtype, [ATOMS, tile.shape[0], ATOM], tile.layout)
+def _atoms(part, ATOM: gl.constexpr):
+    """A part as its swizzle atoms, [1 or 2, 128, ATOM]."""
+    return reinterpret(part, part.dtype, [PART // ATOM, part.shape[0], ATOM], part.layout)
+
+
+@gluon.jit
+def _load_part(tma, row, column, full, part):
+    """Start to load 128 columns of 128 rows, a swizzle atom at a time."""
+    ATOM: gl.constexpr = tma.block_shape[1]
+    atoms = _atoms(part, ATOM)
+    for i in gl.static_range(PART // ATOM):
+        tma_load(tma, [row, column + i * ATOM], full, atoms.index(i))
 
 
 @gluon.jit
 def _load_columns(inputs, tile, row, full, COLUMN: gl.constexpr, SIZES, to):
-    """Start to load 64 columns of a block of keys."""
+    """Start to load the columns of a block of keys that a TMA tile has."""
     D_N: gl.constexpr = SIZES.D_N
     if COLUMN < D_N:
         tma_load(inputs.k, [row, tile.head * inputs.stride_k + COLUMN], full, to)
@@ -84,27 +92,30 @@ def _load_keys(inputs, tile, row, fill, block, SIZES, smem, barriers):
     """Start to load a block of keys.
 
     The tail needs no barrier of its own: the stage of part 0 is empty only when the products of
-    block − 2, which read the tail's stage, are complete.
+    block − AHEAD, which read the tail's stage, are complete.
     """
-    _wait_until_clean(block - 2, smem, barriers)
+    _wait_until_clean(block - SIZES.AHEAD, smem, barriers)
+    ATOM: gl.constexpr = inputs.k.block_shape[1]
+    BYTES: gl.constexpr = smem.parts.dtype.primitive_bitwidth // 8
     D_TAIL: gl.constexpr = TAIL if SIZES.HAS_TAIL else 0
     for part in gl.static_range(SIZES.KEY_PARTS):
         stage, phase = turn(smem, fill + part)
         full = _key_barrier(block, part, SIZES, smem, barriers)
         mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
-        mbarrier.expect(full, KEYS * (PART + (D_TAIL if part == 0 else 0)) * 2)
-        atoms = _atoms(smem.parts.index(stage))
-        for i in gl.static_range(ATOMS):
+        mbarrier.expect(full, KEYS * (PART + (D_TAIL if part == 0 else 0)) * BYTES)
+        atoms = _atoms(smem.parts.index(stage), ATOM)
+        for i in gl.static_range(PART // ATOM):
             _load_columns(inputs, tile, row, full, part * PART + i * ATOM, SIZES, atoms.index(i))
     if SIZES.HAS_TAIL:
         full = _key_barrier(block, 0, SIZES, smem, barriers)
-        tail = smem.tails.index(block & 1)
+        tail = tail_of(SIZES, smem, block)
         _load_columns(inputs, tile, row, full, SIZES.KEY_PARTS * PART, SIZES, tail)
 
 
 @gluon.jit
 def _load_values(inputs, tile, row, fill, block, SIZES, smem, barriers):
     """Start to load a block of values."""
+    BYTES: gl.constexpr = smem.parts.dtype.primitive_bitwidth // 8
     if SIZES.TILES == 1:
         _wait_until_clean(block - 1, smem, barriers)
     for part in gl.static_range(SIZES.VALUE_PARTS):
@@ -112,30 +123,27 @@ def _load_values(inputs, tile, row, fill, block, SIZES, smem, barriers):
         index, _ = turn(smem, block * SIZES.VALUE_PARTS + part)
         full = barriers.values_full.index(index)
         mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
-        mbarrier.expect(full, KEYS * PART * 2)
-        atoms = _atoms(smem.parts.index(stage))
-        for atom in gl.static_range(ATOMS):
-            column = tile.head * inputs.stride_v + (part * PART + atom * ATOM)
-            tma_load(inputs.v, [row, column], full, atoms.index(atom))
+        mbarrier.expect(full, KEYS * PART * BYTES)
+        column = tile.head * inputs.stride_v + part * PART
+        _load_part(inputs.v, row, column, full, smem.parts.index(stage))
 
 
 @gluon.jit
 def _load_queries(inputs, tile, tiles_done, SIZES, smem, barriers):
     """Start to load the queries of a work tile, when the products of the last one are complete."""
+    BYTES: gl.constexpr = smem.parts.dtype.primitive_bitwidth // 8
     mbarrier.wait(barriers.q_empty, (tiles_done & 1) ^ 1)
     for i in gl.static_range(SIZES.TILES):
         full = barriers.q_full.index(i)
         row = tile.q_row + i * QUERIES
         column = tile.head * inputs.stride_q
-        mbarrier.expect(full, QUERIES * (SIZES.D_N + SIZES.D_R) * 2)
+        mbarrier.expect(full, QUERIES * (SIZES.D_N + SIZES.D_R) * BYTES)
         for part in gl.static_range(SIZES.KEY_PARTS):
-            atoms = _atoms(smem.q.index(i * SIZES.KEY_PARTS + part))
-            for atom in gl.static_range(ATOMS):
-                at = column + (part * PART + atom * ATOM)
-                tma_load(inputs.q, [row, at], full, atoms.index(atom))
+            to = smem.q.index(i * SIZES.KEY_PARTS + part)
+            _load_part(inputs.q, row, column + part * PART, full, to)
         if SIZES.HAS_TAIL:
             at = column + SIZES.KEY_PARTS * PART
-            tma_load(inputs.q, [row, at], full, smem.q_tails.index(i))
+            tma_load(inputs.q_tail, [row, at], full, smem.q_tails.index(i))
 
 
 @gluon.jit
@@ -149,6 +157,8 @@ def producer(schedule, tiles, inputs, SIZES, smem, barriers):
     block = gl.to_tensor(0)
     while tile_index < schedule.num_tiles:
         tile = locate_tile(schedule, tile_index)
+        if SIZES.IS_ALIGNED:
+            tile = align_tile(schedule, tile)
         publish_tile(tiles, tiles_done, tile)
         row = tile.kv_row + block_start(schedule, tile, 0)
         _load_keys(inputs, tile, row, fill, block, SIZES, smem, barriers)
@@ -201,9 +211,9 @@ def masking_warps(schedule, tiles, SIZES, smem, barriers):
                 index, phase = turn(smem, block * VALUE_PARTS + part)
                 mbarrier.wait(barriers.values_full.index(index), phase)
                 if is_masked(schedule, tile, start):
-                    is_flagged |= zero_non_finite(
-                        smem.parts.index(stage), tile.first - start, tile.end - start
-                    )
+                    # blocks that are aligned may have keys of the next request
+                    end = gl.minimum(tile.end, tile.kv_len) - start
+                    is_flagged |= zero_non_finite(smem.parts.index(stage), tile.first - start, end)
             if is_flagged > 0:
                 LANES: gl.constexpr = lane_layout(MASKING_WARPS)
                 flag = gl.full([32], 0, gl.int32, LANES) + tiles_done

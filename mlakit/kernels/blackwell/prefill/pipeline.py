@@ -32,11 +32,11 @@ from mlakit.kernels.blackwell.prefill import configs
 from mlakit.kernels.hopper.device.compat import record
 from mlakit.kernels.hopper.device.pipeline import two_stages
 from mlakit.kernels.hopper.device.primitives import (
-    SMEM_16BIT,
     SMEM_VECTOR,
     alloc_barrier,
     alloc_barriers,
     lane_layout,
+    smem_layout,
 )
 
 QUERIES = gl.constexpr(configs.QUERIES)
@@ -56,6 +56,8 @@ class Sizes:
     KEY_PARTS: object  # whole parts of a key
     VALUE_PARTS: object
     HAS_TAIL: object  # a key has 64 columns more
+    AHEAD: object  # of the config
+    IS_ALIGNED: object  # blocks begin at multiples of 128 keys of a request
 
 
 @record
@@ -65,7 +67,7 @@ class Smem:
     q: object  # [TILES · KEY_PARTS, 128, 128]
     q_tails: object  # [TILES, 128, 64], or None
     parts: object  # [stages, 128, 128] of keys and values
-    tails: object  # [2, 128, 64] of keys, or None
+    tails: object  # [AHEAD, 128, 64] of keys, or None
     flags: object  # [2, 32] int32: the newest work tile with values that are not finite
 
 
@@ -92,27 +94,41 @@ class Barriers:
     values_done: object  # by query tile: acc has a block's values
 
 
-@gluon.constexpr_function
-def sizes_of(d_n, d_r, d_v):
-    """Return the numbers of a kernel's parts: (KEY_PARTS, VALUE_PARTS, HAS_TAIL)."""
-    return (d_n + d_r) // configs.PART, d_v // configs.PART, (d_n + d_r) % configs.PART > 0
+@gluon.jit
+def sizes_of(
+    TRAITS: gl.constexpr, D_V: gl.constexpr, CONFIG: gl.constexpr, IS_ALIGNED: gl.constexpr
+):
+    """Return the `Sizes` of a kernel."""
+    return Sizes(
+        TILES=CONFIG.TILES,
+        D_N=TRAITS.D_N,
+        D_R=TRAITS.D_R,
+        KEY_PARTS=(TRAITS.D_N + TRAITS.D_R) // PART,
+        VALUE_PARTS=D_V // PART,
+        HAS_TAIL=(TRAITS.D_N + TRAITS.D_R) % PART > 0,
+        AHEAD=CONFIG.AHEAD,
+        IS_ALIGNED=IS_ALIGNED,
+    )
 
 
 @gluon.jit
 def alloc(DTYPE: gl.constexpr, SIZES, STAGES: gl.constexpr):
     """Allocate everything: (Smem, Tmem, Barriers)."""
     TILES: gl.constexpr = SIZES.TILES
+    BITS: gl.constexpr = DTYPE.primitive_bitwidth
+    PARTS: gl.constexpr = smem_layout(PART, BITS)
+    TAILS: gl.constexpr = smem_layout(TAIL, BITS)
     q_tails: gl.constexpr = None
     tails: gl.constexpr = None
     if SIZES.HAS_TAIL:
-        q_tails = gl.allocate_shared_memory(DTYPE, [TILES, QUERIES, TAIL], SMEM_16BIT)
-        tails = gl.allocate_shared_memory(DTYPE, [2, KEYS, TAIL], SMEM_16BIT)
+        q_tails = gl.allocate_shared_memory(DTYPE, [TILES, QUERIES, TAIL], TAILS)
+        tails = gl.allocate_shared_memory(DTYPE, [SIZES.AHEAD, KEYS, TAIL], TAILS)
     Q_PARTS: gl.constexpr = TILES * SIZES.KEY_PARTS
     ACC_PARTS: gl.constexpr = TILES * SIZES.VALUE_PARTS
     smem = Smem(
-        q=gl.allocate_shared_memory(DTYPE, [Q_PARTS, QUERIES, PART], SMEM_16BIT),
+        q=gl.allocate_shared_memory(DTYPE, [Q_PARTS, QUERIES, PART], PARTS),
         q_tails=q_tails,
-        parts=gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, PART], SMEM_16BIT),
+        parts=gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, PART], PARTS),
         tails=tails,
         flags=gl.allocate_shared_memory(gl.int32, [2, 32], SMEM_VECTOR),
     )
@@ -144,6 +160,12 @@ def turn(smem, number):
     """
     STAGES: gl.constexpr = smem.parts.shape[0]
     return number % STAGES, number // STAGES & 1
+
+
+@gluon.jit
+def tail_of(SIZES, smem, block):
+    """The tail of a block of keys."""
+    return smem.tails.index(block & (SIZES.AHEAD - 1))
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from mlakit.kernels.blackwell.prefill.pipeline import (
     QUERIES,
     TMEM_TILE,
     slot_of,
+    tail_of,
     turn,
 )
 from mlakit.kernels.hopper.prefill.pipeline import read_tile, release_tile, wait_tile
@@ -24,7 +25,7 @@ from mlakit.kernels.hopper.prefill.pipeline import read_tile, release_tile, wait
 @gluon.jit
 def probs_of(tmem, slot, DTYPE: gl.constexpr):
     """The probabilities of a block, in the place of its scores."""
-    place = tmem.scores.index(slot).slice(0, KEYS // 2)
+    place = tmem.scores.index(slot).slice(0, KEYS * DTYPE.primitive_bitwidth // 32)
     return place.reinterpret(DTYPE, [QUERIES, KEYS], TMEM_TILE)
 
 
@@ -42,11 +43,12 @@ def _issue_scores(block, fill, TILE: gl.constexpr, SIZES, smem, tmem, barriers):
         query = smem.q.index(TILE * SIZES.KEY_PARTS + part)
         key = smem.parts.index(stage).permute((1, 0))
         tcgen05_mma(query, key, scores, use_acc=part > 0, mbarriers=[])
+        if SIZES.HAS_TAIL and part == 0:
+            # before the commit, which says that the tail is multiplied, too
+            key = tail_of(SIZES, smem, block).permute((1, 0))
+            tcgen05_mma(smem.q_tails.index(TILE), key, scores, mbarriers=[])
         if IS_LAST:
             tcgen05_commit(barriers.empty.index(stage))
-    if SIZES.HAS_TAIL:
-        key = smem.tails.index(block & 1).permute((1, 0))
-        tcgen05_mma(smem.q_tails.index(TILE), key, scores, mbarriers=[])
     tcgen05_commit(barriers.scores_full.index(slot))
 
 

@@ -9,12 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import mbarrier
 
-from mlakit.kernels.blackwell.prefill.pipeline import PART, QUERIES, slot_of, turn
+from mlakit.kernels.blackwell.prefill.pipeline import KEYS, PART, QUERIES, slot_of, turn
 from mlakit.kernels.blackwell.prefill.products import probs_of
+from mlakit.kernels.blackwell.prefill.scales import load_block_scales, query_factors
 from mlakit.kernels.hopper.device.compat import record
 from mlakit.kernels.hopper.device.primitives import lane_layout
 from mlakit.kernels.hopper.device.softmax import apply_sign, next_row_max
+from mlakit.kernels.hopper.prefill import fp8_non_finite
 from mlakit.kernels.hopper.prefill.epilogue import finish_rows, store_lse, store_rows
+from mlakit.kernels.hopper.prefill.fp8_softmax import SHIFT
 from mlakit.kernels.hopper.prefill.pipeline import read_tile, release_tile, wait_tile
 from mlakit.kernels.hopper.prefill.softmax import INITIAL_ROW_MAX, rescale_threshold
 from mlakit.kernels.hopper.prefill.tiles import block_start, is_masked, seen_keys
@@ -25,13 +28,22 @@ RESCALED = gl.constexpr(16)  # columns of acc at a time: 128 registers hold the 
 
 
 @record
+class Values:
+    """The values themselves; columns are adjacent."""
+
+    v: object
+    stride_token: object
+    stride_head: object
+    stride_column: object
+
+
+@record
 class Results:
     """What a softmax warpgroup needs beside the pipeline."""
 
     outputs: object  # `hopper.prefill.epilogue.Outputs`
-    v: object  # itself
-    stride_v_token: object
-    stride_v_head: object
+    values: object  # `Values`
+    scales: object  # `scales.Scales` of e4m3, else None
     scale_log2: object
     SIGN: object
     RESCALE_THRESHOLD: object
@@ -39,11 +51,19 @@ class Results:
 
 @gluon.jit
 def _mask(
-    place, COLUMN: gl.constexpr, schedule, tile, start, ROW0: gl.constexpr, SIGN: gl.constexpr
+    place,
+    of_scores,
+    COLUMN: gl.constexpr,
+    schedule,
+    tile,
+    start,
+    ROW0: gl.constexpr,
+    SIGN: gl.constexpr,
 ):
     """Hide the keys that a query does not see, in CHUNK columns of a block's scores.
 
     In tensor memory: branches that leave scores in registers make ptxas copy and spill them.
+    of_scores  what scores are multiplied by first, or None
     start  first key of the block
     """
     HIDDEN: gl.constexpr = float("inf") if SIGN < 0 else float("-inf")
@@ -51,6 +71,8 @@ def _mask(
     scores = columns.load()
     if SIGN == 0:
         scores = apply_sign(scores, SIGN)
+    if of_scores is not None:
+        scores *= of_scores
     LAYOUT: gl.constexpr = scores.type.layout
     row = gl.arange(0, QUERIES, gl.SliceLayout(1, LAYOUT))
     first, end = seen_keys(schedule, tile.position + ROW0 + row, tile.kv_len)
@@ -68,12 +90,23 @@ def _load_scores(place, COLUMN: gl.constexpr, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def _store_probs(probs, COLUMN: gl.constexpr, scores, row_max, scale_log2):
-    """Store probabilities of [128, CHUNK] scores; return their sums."""
-    exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 1))
+def _store_probs(probs, COLUMN: gl.constexpr, scores, factor, shift):
+    """Store probabilities of [128, CHUNK] scores; return their sums.
+
+    factor, shift  the logarithm of a probability is the score times the first less the second
+    """
+    exponentials = gl.exp2(scores * factor - gl.expand_dims(shift, 1))
     to = probs.slice(COLUMN, CHUNK)
     to.store(gl.convert_layout(exponentials.to(probs.dtype), to.get_reg_layout()))
     return gl.sum(exponentials, 1)
+
+
+@gluon.jit
+def _negate(place):
+    """Negate the probabilities of e4m3 in the place of scores, as words of four."""
+    words = place.slice(0, KEYS // 4)
+    bits = words.load().to(gl.int32, bitcast=True) ^ -0x7F7F7F80
+    words.store(bits.to(gl.float32, bitcast=True))
 
 
 @gluon.jit
@@ -93,10 +126,16 @@ def _store_columns(
 ):
     """Store acc [128, CHUNK] · out_scale [128], the columns from COLUMN on."""
     if is_flagged:
-        v = results.v + COLUMN
-        acc = add_non_finite(
-            acc, schedule, tile, ROW0, v, results.stride_v_token, results.stride_v_head
-        )
+        values = results.values
+        v = values.v + COLUMN
+        if results.scales is None:
+            acc = add_non_finite(
+                acc, schedule, tile, ROW0, v, values.stride_token, values.stride_head
+            )
+        else:
+            acc = fp8_non_finite.add_non_finite(
+                acc, schedule, tile, ROW0, values.replace(v=v), results.scales
+            )
     factors = gl.convert_layout(out_scale, gl.SliceLayout(1, acc.type.layout))
     values = (acc * gl.expand_dims(factors, 1)).to(results.outputs.out.dtype.element_ty)
     store_rows(results.outputs, tile, ROW0, COLUMN, values)
@@ -133,17 +172,26 @@ def softmax_warps(TILE: gl.constexpr, schedule, tiles, SIZES, smem, tmem, barrie
     while tile.num_blocks > 0:
         row_max = gl.full([QUERIES], INITIAL_ROW_MAX, gl.float32, ROW)
         row_sum = gl.zeros([QUERIES], gl.float32, ROW)
+        factors = query_factors(results.scales, results.scale_log2, tile, ROW0, ROW)
+        is_special = gl.to_tensor(False)  # a block has a scale of values that is not finite
         for i in range(tile.num_blocks):
             slot, phase = slot_of(SIZES, block, TILE)
+            start = block_start(schedule, tile, i)
+            scales = load_block_scales(results.scales, factors, tile, start)
             mbarrier.wait(barriers.scores_full.index(slot), phase)
             place = tmem.scores.index(slot)
-            start = block_start(schedule, tile, i)
-            if is_masked(schedule, tile, start) | (results.SIGN == 0):
-                _mask(place, 0, schedule, tile, start, ROW0, results.SIGN)
-                _mask(place, CHUNK, schedule, tile, start, ROW0, results.SIGN)
+            is_rare = is_masked(schedule, tile, start) | (results.SIGN == 0)
+            if scales.of_scores is not None:
+                is_rare |= scales.of_scores != 1.0
+            if is_rare:
+                of_scores = scales.of_scores
+                _mask(place, of_scores, 0, schedule, tile, start, ROW0, results.SIGN)
+                _mask(place, of_scores, CHUNK, schedule, tile, start, ROW0, results.SIGN)
             low = _load_scores(place, 0, results.SIGN)
             high = _load_scores(place, CHUNK, results.SIGN)
-            block_max = gl.maximum(gl.max(low, 1), gl.max(high, 1)) * results.scale_log2
+            block_max = gl.maximum(gl.max(low, 1), gl.max(high, 1)) * scales.factor
+            if scales.log2_values is not None:
+                block_max += scales.log2_values
             threshold = rescale_threshold(row_sum, results.RESCALE_THRESHOLD)
             next_max = next_row_max(row_max, block_max, threshold)
             rescale = gl.exp2(row_max - next_max)
@@ -153,10 +201,26 @@ def softmax_warps(TILE: gl.constexpr, schedule, tiles, SIZES, smem, tmem, barrie
                 _rescale(tmem, TILE, SIZES, rescale)
             probs = probs_of(tmem, slot, smem.parts.dtype)
             row_sum *= rescale
-            row_sum += _store_probs(probs, 0, low, row_max, results.scale_log2)
-            row_sum += _store_probs(probs, CHUNK, high, row_max, results.scale_log2)
+            shift = row_max
+            factor = scales.factor
+            if results.scales is not None:
+                shift -= SHIFT
+                factor = gl.expand_dims(factor, 1)
+            if scales.log2_values is None:
+                row_sum += _store_probs(probs, 0, low, factor, shift)
+                row_sum += _store_probs(probs, CHUNK, high, factor, shift)
+            else:
+                shift -= scales.log2_values
+                block_sum = _store_probs(probs, 0, low, factor, shift)
+                block_sum += _store_probs(probs, CHUNK, high, factor, shift)
+                row_sum += block_sum * scales.inverse
+                if scales.of_values < 0.0:
+                    _negate(place)
+                is_special |= ~(gl.abs(scales.of_values) < float("inf"))
             mbarrier.arrive(barriers.probs_full.index(slot), count=1)
             block += 1
+        if results.scales is not None:
+            row_max -= SHIFT
         lse, out_scale = finish_rows(results.outputs, tile, row_max, row_sum)
         store_lse(results.outputs, tile, ROW0, lse)
         mbarrier.wait(values_done, (block & 1) ^ 1)
@@ -165,7 +229,8 @@ def softmax_warps(TILE: gl.constexpr, schedule, tiles, SIZES, smem, tmem, barrie
         mbarrier.wait(barriers.clean.index(index), phase)
         flag = gl.max(smem.flags.index(tiles_done & 1).load(lane_layout(4)), 0)
         release_tile(tiles, tiles_done)
-        _store_results(tile, flag == tiles_done, out_scale, TILE, schedule, SIZES, tmem, results)
+        is_flagged = (flag == tiles_done) | is_special
+        _store_results(tile, is_flagged, out_scale, TILE, schedule, SIZES, tmem, results)
         tiles_done += 1
         wait_tile(tiles, tiles_done)
         tile = read_tile(tiles, schedule, tiles_done, 4)

@@ -57,7 +57,7 @@ from mlakit.kernels.hopper.prefill.pipeline import (
 )
 from mlakit.kernels.hopper.prefill.tiles import (
     Schedule,
-    Tile,
+    align_tile,
     block_start,
     draw_tile,
     drawn_number,
@@ -134,28 +134,6 @@ def _stage(fill):
     return fill & (STAGES - 1), (fill // STAGES) & 1
 
 
-@gluon.jit
-def _align_tile(schedule, tile):
-    """`tile` with blocks that begin at multiples of BLOCK_K."""
-    BLOCK_K: gl.constexpr = schedule.BLOCK_K
-    first = tile.first // BLOCK_K * BLOCK_K
-    end = gl.maximum((tile.end + BLOCK_K - 1) // BLOCK_K * BLOCK_K, first + BLOCK_K)
-    return Tile(
-        head=tile.head,
-        q_row=tile.q_row,
-        num_rows=tile.num_rows,
-        kv_row=tile.kv_row,
-        position=tile.position,
-        kv_len=tile.kv_len,
-        first=first,
-        end=end,
-        all_first=tile.all_first,
-        all_end=tile.all_end,
-        num_blocks=(end - first) // BLOCK_K,
-        request=tile.request,
-    )
-
-
 @gluon.constexpr_function
 def _tile_bytes(tma):
     return 0 if tma is None else 4 * tma.block_shape[0] * tma.block_shape[1]
@@ -191,7 +169,7 @@ def _producer(inputs, ROW_BYTES: gl.constexpr):
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
     while tile_index < schedule.num_tiles:
-        tile = _align_tile(schedule, locate_tile(schedule, tile_index))
+        tile = align_tile(schedule, locate_tile(schedule, tile_index))
         publish_tile(inputs.tiles, tiles_done, tile)
         row = tile.kv_row + block_start(schedule, tile, 0)
         v_tile = first_value_tile(inputs.values, tile, BLOCK_K)

@@ -43,12 +43,17 @@ def finish_values(acc, schedule, tile, ROW0: gl.constexpr, values, scales, is_fl
         scale = gl.load(scales.v + tile.head.to(gl.int64) * scales.stride_v_head)
         acc *= gl.where(gl.abs(scale) < float("inf"), scale, 0.0)
     if is_flagged > 0:
-        acc = _add_non_finite(acc, schedule, tile, ROW0, values, scales)
+        acc = add_non_finite(acc, schedule, tile, ROW0, values, scales)
     return acc
 
 
 @gluon.jit
-def _add_non_finite(acc, schedule, tile, ROW0: gl.constexpr, values, scales):
+def add_non_finite(acc, schedule, tile, ROW0: gl.constexpr, values, scales):
+    """Add the values that are not finite, times their scales, to the queries that see them.
+
+    values  of `fp8.Values`: v, stride_token, stride_head and stride_column
+    scales  of `fp8.Scales`: v, its strides, HAS_BLOCKS
+    """
     BLOCK_K: gl.constexpr = schedule.BLOCK_K
     LAYOUT: gl.constexpr = acc.type.layout
     position = tile.position + ROW0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))

@@ -96,6 +96,28 @@ def locate_tile(schedule, tile_index):
 
 
 @gluon.jit
+def align_tile(schedule, tile):
+    """`tile` with blocks that begin at multiples of BLOCK_K."""
+    BLOCK_K: gl.constexpr = schedule.BLOCK_K
+    first = tile.first // BLOCK_K * BLOCK_K
+    end = gl.maximum((tile.end + BLOCK_K - 1) // BLOCK_K * BLOCK_K, first + BLOCK_K)
+    return Tile(
+        head=tile.head,
+        q_row=tile.q_row,
+        num_rows=tile.num_rows,
+        kv_row=tile.kv_row,
+        position=tile.position,
+        kv_len=tile.kv_len,
+        first=first,
+        end=end,
+        all_first=tile.all_first,
+        all_end=tile.all_end,
+        num_blocks=(end - first) // BLOCK_K,
+        request=tile.request,
+    )
+
+
+@gluon.jit
 def draw_tile(schedule):
     """Start to draw the next work tile, by one warp; `drawn_number` waits for it."""
     LANES: gl.constexpr = lane_layout(1)

@@ -54,36 +54,58 @@ def masking_warps(schedule, tiles, values, flags):
 
 @gluon.jit
 def zero_non_finite(values, first, end):
-    """Zero what is not finite; return 1 if it was in one of the rows [first, end), else 0."""
+    """Zero what is not finite; return 1 if it was in one of the rows [first, end), else 0.
+
+    values  [rows, columns] of 16 bits, or of e4m3
+    """
+    IS_E4M3: gl.constexpr = values.dtype.primitive_bitwidth == 8
     EXPONENT: gl.constexpr = 0x7F80 if values.dtype == gl.bfloat16 else 0x7C00
     UNIT: gl.constexpr = EXPONENT & -EXPONENT  # the lowest bit of the exponent
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [MASKING_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = values.shape[0]
-    CHUNKS: gl.constexpr = values.shape[1] // 64 * ROWS // CHUNK_ROWS
-    # view the tile as words, one swizzle atom of 64 columns after the other
+    ATOMS: gl.constexpr = values.shape[1] * values.dtype.primitive_bitwidth // 1024
+    CHUNKS: gl.constexpr = ATOMS * ROWS // CHUNK_ROWS
+    # view the tile as words, one swizzle atom of 128 bytes after the other
     chunks = reinterpret(values, gl.int32, [CHUNKS, CHUNK_ROWS, 32], smem_layout(32, 32))
     carries = gl.zeros([CHUNK_ROWS, 32], gl.int32, LAYOUT)
     # program_id(2) is 0, which no compiler knows: unrolled, the loops would exceed the registers
     for chunk in range(gl.program_id(2), CHUNKS):
         words = chunks.index(chunk).load(LAYOUT)
         # an exponent of ones alone carries into the sign
-        carries |= (words & (EXPONENT * 0x10001)) + UNIT * 0x10001
+        if IS_E4M3:
+            carries |= _nan_bytes(words)
+        else:
+            carries |= (words & (EXPONENT * 0x10001)) + UNIT * 0x10001
     is_flagged = gl.to_tensor(0)
-    if _any((carries & 0x8000) | ((carries >> 16) & 0x8000)) > 0:
+    if not IS_E4M3:
+        carries = (carries & 0x8000) | ((carries >> 16) & 0x8000)
+    if _any(carries) > 0:
         hits = gl.zeros([CHUNK_ROWS, 32], gl.int32, LAYOUT)
         for chunk in range(gl.program_id(2), CHUNKS):
             words = chunks.index(chunk).load(LAYOUT)
-            low = (words & EXPONENT) == EXPONENT
-            high = ((words >> 16) & EXPONENT) == EXPONENT
-            kept = gl.where(low, words & -0x10000, words)
-            chunks.index(chunk).store(gl.where(high, kept & 0xFFFF, kept))
+            if IS_E4M3:
+                bad = _nan_bytes(words)
+                is_bad = bad != 0
+                chunks.index(chunk).store(words & ~(bad * 255))
+            else:
+                low = (words & EXPONENT) == EXPONENT
+                high = ((words >> 16) & EXPONENT) == EXPONENT
+                is_bad = low | high
+                kept = gl.where(low, words & -0x10000, words)
+                chunks.index(chunk).store(gl.where(high, kept & 0xFFFF, kept))
             row = chunk * CHUNK_ROWS % ROWS + gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, LAYOUT))
             is_seen = gl.expand_dims((row >= first) & (row < end), 1)
-            hits |= gl.where((low | high) & is_seen, 1, 0)
+            hits |= gl.where(is_bad & is_seen, 1, 0)
         is_flagged = _any(hits)
     # order the writes before wgmma reads them, and the reads before TMA writes the stage again
     fence_async_shared()
     return is_flagged
+
+
+@gluon.jit
+def _nan_bytes(words):
+    """Return 1 in each byte that is NaN in e4m3: 0x7f carries into the highest bit."""
+    return (((words & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
 
 
 @gluon.jit
