@@ -12,6 +12,7 @@ from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.knobs import Backend
 from mlakit.dispatch.specs import KernelSpec, Problem
 from mlakit.formats import Format
+from mlakit.kernels.blackwell.prefill.configs import FP8_WIDTHS, WIDTHS
 from mlakit.tools.workloads.case import BatchedCase, Case
 from mlakit.tools.workloads.decode import DecodeCase
 from mlakit.tools.workloads.fp8 import ScaledMatmulCase
@@ -489,9 +490,10 @@ PREFILL_CONFIGURATIONS = (
     ((128, 0, 128), "e4m3", "causal", 0, "", 1),
     ((128, 64, 128), "e4m3", "chunked", 90, "finite", -1),
 )
-# what Blackwell's kernel takes
 PREFILL_FOR_BLACKWELL = tuple(
-    each for each in PREFILL_CONFIGURATIONS if each[0] != (64, 32, 64) and each[1] != "e4m3"
+    each
+    for each in PREFILL_CONFIGURATIONS
+    if each[0] in (FP8_WIDTHS if each[1] == "e4m3" else WIDTHS)
 )
 
 
@@ -520,6 +522,10 @@ def prefill_launch(draw: Draw, backend: str, device: str) -> PrefillCase:
         "sink": sink,
         "sharpness": sign * draw.choice((0.5, 1.5, 4.0)),
     }
+    if dtype == "e4m3" and backend == "blackwell":
+        one_scale = bool(sink)  # of each head
+        fields |= {"uniform_keys": one_scale, "uniform_values": one_scale, "transposed": False}
+        return PrefillFp8Case(**fields, block_scales=not one_scale)
     if dtype == "e4m3":
         return PrefillFp8Case(**fields, block_scales=not sink)
     return PrefillCase(**fields, dtype=dtype, expanded=True)
