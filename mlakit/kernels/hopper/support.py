@@ -193,9 +193,11 @@ def _why_slower_m64_fp8_qk(problem: Problem) -> str | None:
 
 
 def _why_not_indexer_logits(problem: Problem) -> str | None:
-    refusal = _why_not_device(problem)
-    if refusal is not None:
-        return refusal
+    return _why_not_device(problem) or why_not_index_keys(problem)
+
+
+def why_not_index_keys(problem: Problem) -> str | None:
+    """Return why no indexer kernel in Gluon takes a problem, whichever GPU it is on."""
     if problem.format != INDEX_FORMAT:
         return f"needs keys of {INDEX_FORMAT}, got {problem.format}"
     if problem.dtype != E4M3:

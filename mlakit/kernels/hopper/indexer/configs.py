@@ -99,13 +99,17 @@ def is_single_block(*, tokens: int, batch: int) -> bool:
     return batch == 1 and tokens <= MAX_SINGLE_TOKENS
 
 
+def padded_heads(heads: int) -> int:
+    """Return the heads of a token with those that are padding."""
+    return MIN_HEADS if heads <= MIN_HEADS else MAX_HEADS
+
+
 @lru_cache(maxsize=256)
 def pick_config(*, heads: int, tokens: int, batch: int) -> IndexerConfig:
     """Pick a config by the query tokens per request: a token block has tokens of one request."""
-    padded = MIN_HEADS if heads <= MIN_HEADS else MAX_HEADS
     mean = tokens / max(batch, 1)
     block = next((size for size in (1, 2, 4) if mean <= size), 8)
-    return CONFIGS[padded, block]
+    return CONFIGS[padded_heads(heads), block]
 
 
 def fits_int32(config: IndexerConfig, *, tokens: int, batch: int, columns: int) -> bool:

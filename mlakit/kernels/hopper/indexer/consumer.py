@@ -70,7 +70,7 @@ def _multiply(stages, stage, q, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _times_scale(logits, scale):
+def times_scale(logits, scale):
     """logits · max(scale, 0); a NaN stays one."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 s; max.NaN.f32 s, $2, 0f00000000; mul.f32 $0, $1, s; }",
@@ -86,7 +86,7 @@ def _times_scale(logits, scale):
 def _store(lane, acc, scale, key, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
     """Store the logits of a piece, `key` keys after the first one."""
     logits = sum_heads(acc, lane.weights, TOKENS, ADDS_ODD)
-    logits = _times_scale(logits, gl.expand_dims(scale, 1).broadcast_to(logits.shape))
+    logits = times_scale(logits, gl.expand_dims(scale, 1).broadcast_to(logits.shape))
     gl.store(lane.out + key, logits, mask=lane.limit > key)
 
 
@@ -148,7 +148,7 @@ def _load_lane(requests, outputs, work, tiling, TOKEN: gl.constexpr, ROW: gl.con
 
 
 @gluon.jit
-def _fill(requests, outputs, work, WG: gl.constexpr, WARPGROUPS: gl.constexpr):
+def fill(requests, outputs, work, WG: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Store −inf for the hidden keys among the columns of fill tiles."""
     offset = gl.arange(0, FILL_STEP, lane_layout(4))
     hidden = gl.full([FILL_STEP], -float("inf"), gl.float32, lane_layout(4))
@@ -197,7 +197,7 @@ def consumer(request, block, tile, left, requests, outputs, stages, tiling, WG: 
         work = locate_single(requests)
         # also without a key tile: the CTA may not exit before its queries are loaded
         _score_block(requests, outputs, stages, work, uses, uses, stage, phase, tiling, WG)
-        _fill(requests, outputs, work, WG, WARPGROUPS)
+        fill(requests, outputs, work, WG, WARPGROUPS)
     else:
         while left > 0:
             work = locate_block(requests, request, block, tile, left)
@@ -217,5 +217,5 @@ def consumer(request, block, tile, left, requests, outputs, stages, tiling, WG: 
                 )
                 mbarrier.arrive(stages.q_empty.index(q_stage), count=1)
                 uses += 1
-            _fill(requests, outputs, work, WG, WARPGROUPS)
+            fill(requests, outputs, work, WG, WARPGROUPS)
             request, block, tile, left = next_block(work, request, block, left)

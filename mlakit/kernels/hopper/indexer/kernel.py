@@ -32,9 +32,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.indexer.consumer import Outputs, Tiling, consumer
-from mlakit.kernels.hopper.indexer.loads import PIECE, Sources, alloc_stages, producer
-from mlakit.kernels.hopper.indexer.scheduler import Requests, first_work_tile
+from mlakit.kernels.hopper.indexer.arguments import VARYING, first_tile, unpack
+from mlakit.kernels.hopper.indexer.consumer import Tiling, consumer
+from mlakit.kernels.hopper.indexer.loads import PIECE, alloc_stages, producer
 
 
 @gluon.jit
@@ -57,17 +57,7 @@ def _warpgroup_3(request, block, tile, left, requests, outputs, stages, tiling):
     consumer(request, block, tile, left, requests, outputs, stages, tiling, 3)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "batch",
-        "tokens",
-        "max_pages",
-        "columns",
-        "stride_table_request",
-        "stride_weights_token",
-        "stride_out",
-    ]
-)
+@gluon.jit(do_not_specialize=VARYING)
 def indexer_logits_kernel(
     q,  # TMA descriptors: [TOKENS, HEADS, 128]
     keys,  # [64, 128]
@@ -80,45 +70,16 @@ def indexer_logits_kernel(
     stride_weights_token,
     stride_out,
     ragged,  # `decode.arguments.Batch`
-    result,  # `ResultArguments`
+    result,  # `arguments.ResultArguments`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
     WARPGROUPS: gl.constexpr = (
         CONFIG.TOKENS // CONFIG.WG_TOKENS * (CONFIG.KEYS // (CONFIG.WG_PIECES * PIECE))
     )
-    requests = Requests(
-        q_starts=ragged.q_starts,
-        kv_lens=ragged.kv_lens,
-        page_table=ragged.page_table,
-        stride_q_starts=ragged.stride_q_starts,
-        stride_kv_lens=ragged.stride_kv_lens,
-        stride_request=stride_table_request,
-        stride_entry=ragged.stride_entry,
-        tokens=tokens,
-        max_pages=max_pages,
-        columns=columns,
-        IS_CAUSAL=TRAITS.IS_CAUSAL,
-        IS_SINGLE=TRAITS.IS_SINGLE,
-        TOKENS=CONFIG.TOKENS,
-        KEYS=CONFIG.KEYS,
-        FILL_COLUMNS=CONFIG.FILL_COLUMNS,
-    )
-    sources = Sources(
-        q=q,
-        keys=keys,
-        scales=scales,
-        PAGE=TRAITS.PAGE,
-        PAGE_ROWS=TRAITS.PAGE_ROWS,
-        PAGE_SCALES=TRAITS.PAGE_SCALES,
-    )
-    outputs = Outputs(
-        weights=result.weights,
-        out=result.out,
-        stride_weights_token=stride_weights_token,
-        stride_weights_head=result.stride_weights_head,
-        stride_out=stride_out,
-        HEADS=TRAITS.HEADS,
+    requests, sources, outputs = unpack(
+        *(q, keys, scales, tokens, max_pages, columns),
+        *(stride_table_request, stride_weights_token, stride_out, ragged, result, TRAITS, CONFIG),
     )
     tiling = Tiling(
         TOKENS=CONFIG.TOKENS,
@@ -130,13 +91,8 @@ def indexer_logits_kernel(
         IS_CHAINED=CONFIG.IS_CHAINED,
         ADDS_ODD_RELU=CONFIG.ADDS_ODD_RELU,
     )
-    stages = alloc_stages(sources, CONFIG, TRAITS.IS_SINGLE, WARPGROUPS)
-    if TRAITS.IS_SINGLE:
-        request, block, tile = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-        left = gl.to_tensor(1)
-    else:
-        LINE: gl.constexpr = gl.int32 if TRAITS.FITS_INT32 else gl.int64
-        request, block, tile, left = first_work_tile(requests, batch, LINE)
+    stages = alloc_stages(sources, CONFIG, TRAITS.IS_SINGLE, WARPGROUPS, WARPGROUPS)
+    request, block, tile, left = first_tile(requests, batch, TRAITS)
     if left > 0:
         common = (request, block, tile, left, requests, outputs, stages, tiling)
         loading = (request, block, tile, left, requests, sources, stages)

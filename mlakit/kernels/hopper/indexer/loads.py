@@ -53,7 +53,14 @@ class Stages:
 
 
 @gluon.jit
-def alloc_stages(sources, CONFIG: gl.constexpr, IS_SINGLE: gl.constexpr, CONSUMERS: gl.constexpr):
+def alloc_stages(
+    sources,
+    CONFIG: gl.constexpr,
+    IS_SINGLE: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    Q_CONSUMERS: gl.constexpr,
+):
+    """Allocate stages of queries and of keys; so many arrivals say that one may be loaded again."""
     PIECES: gl.constexpr = CONFIG.KEYS // PIECE
     Q_STAGES: gl.constexpr = 1 if IS_SINGLE else 2
     q = gl.allocate_shared_memory(
@@ -68,7 +75,7 @@ def alloc_stages(sources, CONFIG: gl.constexpr, IS_SINGLE: gl.constexpr, CONSUME
     q_full = alloc_barriers(Q_STAGES, 1)
     q_empty = q_full
     if not IS_SINGLE:
-        q_empty = alloc_barriers(Q_STAGES, CONSUMERS)
+        q_empty = alloc_barriers(Q_STAGES, Q_CONSUMERS)
     full, empty = alloc_barriers(CONFIG.STAGES, 1), alloc_barriers(CONFIG.STAGES, CONSUMERS)
     return Stages(
         q=q, q_full=q_full, q_empty=q_empty, keys=keys, scales=scales, full=full, empty=empty
