@@ -34,7 +34,7 @@ from mlakit.model.masks import KINDS, WINDOWED
 from mlakit.tools import check
 from mlakit.tools.columns import counted
 from mlakit.tools.compile.configurations import EXTERNAL_PLAN, SPECIALISED
-from mlakit.tools.workloads import Case
+from mlakit.tools.workloads import Case, IndexerLogitsCase
 from mlakit.tools.workloads.case import BatchedCase
 from mlakit.tools.workloads.random_launches import selection_of
 
@@ -76,6 +76,7 @@ OTHER_CODE: dict[str, dict[str, Any]] = {
     "mla_prefill": {"padded": True, "sink": "mixed", "sharpness": -2.0},
 }
 HEADS = (5, 9, 20, 40, 100)  # less than a tile of 8, 16, 32, 64 and 128
+INDEX_QUERIES = (1, 2, 4, 9)  # of a request
 WINDOW = 100
 SECOND_CACHE: dict[str, Any] = {"extra_page_size": 16, "extra_topk": 64}
 
@@ -211,12 +212,22 @@ def quick(known: Sequence[Configuration]) -> list[Configuration]:
     return list(first.values())
 
 
+def _token_blocks(case: IndexerLogitsCase) -> Iterator[Case]:
+    """Yield work for all SMs with token blocks of every size: of many requests, and of one."""
+    for queries in INDEX_QUERIES:
+        for kv_lens in ((2600, 12, 700, 1290) * 20, (40_000,)):
+            q_lens = (queries,) * len(kv_lens)
+            yield replace(case, kv_lens=kv_lens, q_lens=q_lens, calls=3, oracle="batched")
+
+
 def cases_of(case: Case) -> Iterator[Case]:
     """Yield a configuration with little work, with more, and with what selects other code."""
     for seed in SEEDS:
         yield replace(case, seed=seed)
         if isinstance(case, BatchedCase) and case.op in MORE_WORK:
             yield replace(case, seed=seed, calls=3, **MORE_WORK[case.op])
+        if isinstance(case, IndexerLogitsCase):
+            yield from _token_blocks(replace(case, seed=seed))
         if case.op in OTHER_CODE:
             yield replace(case, seed=seed, **OTHER_CODE[case.op])
 

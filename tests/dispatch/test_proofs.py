@@ -233,4 +233,5 @@ def test_every_kernel_of_blackwell_needs_a_proof():
         "sparse_mla n64_bf16: bf16 576/512, 64 heads",
         "sparse_mla n64_fp8_kv: bf16 576/512, 64 heads",
         "mla_prefill: bfloat16 192/128, causal",
+        "indexer_logits: causal, 64 heads",
     ]

@@ -15,8 +15,13 @@ from mlakit.dispatch.specs import KernelSpec, Problem, Use
 from mlakit.kernels.blackwell.device.configs import D_C, D_R, head_rows
 from mlakit.kernels.blackwell.prefill.configs import FP8_WIDTHS as FP8_PREFILL_WIDTHS
 from mlakit.kernels.blackwell.prefill.configs import WIDTHS as PREFILL_WIDTHS
+from mlakit.kernels.hopper.indexer.configs import padded_heads
 from mlakit.kernels.hopper.sparse.configs import D_V, ROWS
-from mlakit.kernels.hopper.support import PREFILL_MASK_TRAITS
+from mlakit.kernels.hopper.support import (
+    INDEXER_MASK_TRAITS,
+    PREFILL_MASK_TRAITS,
+    why_not_index_keys,
+)
 
 ARCHS = (100, 103)
 OLDEST_TRITON = (3, 9)
@@ -174,6 +179,15 @@ def _prefill_variant(problem: Problem) -> str:
     return f"{problem.dtype.removeprefix('torch.')} {d_n + d_r}/{d_v}, {problem.mask}"
 
 
+def _why_not_indexer_logits(problem: Problem) -> str | None:
+    return _why_not_device(problem) or why_not_index_keys(problem)
+
+
+def _indexer_variant(problem: Problem) -> str:
+    """Return the mask and the heads that the kernel is compiled for; a check runs all blocks."""
+    return f"{problem.mask}, {padded_heads(problem.heads)} heads"
+
+
 SPECS = (
     _decode_spec("n64_bf16", FORMATS | SPLIT_FORMATS),
     _decode_spec("n64_fp8_kv", FP8_FORMATS),
@@ -187,5 +201,13 @@ SPECS = (
         _why_not_prefill,
         mask_traits=PREFILL_MASK_TRAITS,
         variant=_prefill_variant,
+    ),
+    KernelSpec(
+        "blackwell",
+        "indexer_logits",
+        f"{__package__}.indexer.launch:indexer_logits",
+        _why_not_indexer_logits,
+        mask_traits=INDEXER_MASK_TRAITS,
+        variant=_indexer_variant,
     ),
 )

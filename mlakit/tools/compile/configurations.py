@@ -451,6 +451,24 @@ HOPPER: dict[str, Case] = {
     "hopper-prefill-fp8-128-128": _prefill_fp8(qk_rope_head_dim=0),
 }
 # the variant of a kernel that `mlakit check --quick` checks comes first
+# token blocks of every size, of many requests and alone; those of 64 heads first
+BLACKWELL_INDEX_KEYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(
+        (f"h{heads}-q{q_len}", {"heads": heads, "kv_lens": (300, 65), "q_lens": (q_len, q_len)})
+        for heads in (64, 32)
+        for q_len in (1, 2, 4, 9)
+    ),
+    *(
+        (f"h{heads}-alone-q{q_len}", {"heads": heads, "kv_lens": (300,), "q_lens": (q_len,)})
+        for heads in (64, 32)
+        for q_len in (1, 2, 4)
+    ),
+    ("h20-q3", {"heads": 20, "q_lens": (3,)}),
+    ("h48-q9", {"heads": 48, "q_lens": (9,)}),
+    ("null-mask-page128", {"mask": "null", "page_size": 128}),
+    ("null-mask-q9", {"mask": "null", "q_lens": (9,)}),
+    ("h32-int64", {"heads": 32, "wide_indices": True, "q_lens": (9,)}),
+)
 BLACKWELL: dict[str, Case] = {
     "blackwell-sparse-h128-bf16": _sparse("bf16", 128),
     "blackwell-sparse-q-rope": _sparse("bf16", 72, q_rope_dtype="bf16", sink="finite"),
@@ -522,6 +540,10 @@ BLACKWELL: dict[str, Case] = {
     "blackwell-prefill-fp8-unscaled": _prefill_fp8(
         transposed=False, scaled=False, mask="chunked", window=300, sink="finite"
     ),
+    **{
+        f"blackwell-indexer-{name}": _index_keys(format="fp8_token", dtype="e4m3", **more)
+        for name, more in BLACKWELL_INDEX_KEYS
+    },
 }
 HOPPER_ARCH = 90
 BLACKWELL_ARCHS = (100, 103)

@@ -44,6 +44,9 @@ SPILL_BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
         "hopper-indexer-int64": (7, 20),
         "hopper-indexer-single-h64-q4": (7, 24),  # where they are is not looked at
     },
+    # before the loops over key tiles; with four tokens of 32 heads three loads in that of a summing
+    # warpgroup
+    "indexer_logits_m128_kernel": {"*-q1": NO_SPILLS, "*-h64-*": (3, 10), "*": (7, 14)},
     # once per work tile; in the loops over keys one load of the chunked masks, and a few in the
     # loops of the producer and of the masking warpgroup
     "mla_prefill_kernel": {

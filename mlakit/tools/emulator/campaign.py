@@ -229,6 +229,15 @@ SUBJECTS: dict[str, Subject] = {
         _cases("blackwell-prefill-fp8", *_PREFILL_FP8_BLACKWELL),
         backend="blackwell",
     ),
+    "blackwell-indexer": Subject(
+        "indexer_logits_m128_kernel",
+        # warpgroups with other keys of a tile; then with other tokens, and more stages
+        (
+            *_cases("blackwell-indexer-h64-q1", _INDEXER),
+            *_cases("blackwell-indexer-h64-q4", {**_INDEXER, "q_lens": (4,) * 6}),
+        ),
+        backend="blackwell",
+    ),
     "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),
     "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", *_PREFILL)),
     # several tiles for each CTA, and every stage again; swapped, a tile whose second half of K has

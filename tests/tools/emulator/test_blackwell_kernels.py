@@ -22,7 +22,10 @@ SAMPLE = (
     "blackwell-prefill-192-128",
     "blackwell-prefill-256-256",
     "blackwell-prefill-fp8",
-)  # one of each kernel, and prefill with one and with two query tiles
+    "blackwell-indexer-h64-q1",
+    "blackwell-indexer-h64-q4",
+)  # one of each kernel, prefill with one and with two query tiles, the indexer with a part of a key
+# tile for each warpgroup and with one for both
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
@@ -276,3 +279,66 @@ def test_values_that_are_not_finite_reach_exactly_the_queries_that_see_them(
     assert exact[0].isnan().any()
     for name, result, want, plain in zip(("out", "lse"), results, exact, naive, strict=True):
         assert_matches(name, result, want, plain)
+
+
+INDEX_LENGTHS: tuple[dict[str, Any], ...] = (
+    {"kv_lens": (0, 0), "q_lens": (1, 3)},
+    {"kv_lens": (127, 128, 129, 255, 256, 257, 1), "q_lens": (1,) * 7, "spare_columns": 9000},
+    {"kv_lens": (130, 64, 3, 700), "q_lens": (3, 0, 3, 2), "mask": "null", "page_size": 192},
+    {"kv_lens": (300, 70, 129), "q_lens": (9, 40, 1), "spare_columns": None},
+    {"kv_lens": (600,), "q_lens": (4,), "mask": "null", "given_results": True},
+    {"kv_lens": (0,), "q_lens": (1,)},
+    {"kv_lens": (900, 5), "q_lens": (1, 1), "implicit_starts": True, "num_layers": 2},
+)
+
+
+def logits(heads: int, given: dict[str, Any]) -> harness.Outcome:
+    from mlakit.tools.workloads import IndexerLogitsCase
+
+    row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "page_size": 64, "format": "fp8_token"}
+    trial = IndexerLogitsCase(**{**row, **given}, heads=heads, dtype="e4m3").trial("cpu")
+    return harness.run_trial(trial, str(given), 0, backend="blackwell")
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("given", INDEX_LENGTHS, ids=str)
+@pytest.mark.parametrize("heads", [3, 64])
+def test_logits_of_requests_of_any_length(heads, given, in_emulator):
+    outcome = in_emulator(logits, heads, given)
+    assert outcome.passed, str(outcome)
+
+
+def logits_that_are_not_numbers(tokens: int) -> Any:
+    """Return logits with a NaN in a key and in a query of the second token, and those without."""
+    from mlakit import PagedLatentCache, indexer_logits
+    from mlakit.tools.emulator.frontend import emulating_mlakit
+
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randint(0, 120, (4, 64 * 132), generator=generator, dtype=torch.uint8)
+    pages[:, 64 * 128 :] = torch.rand(4, 64, generator=generator).view(torch.uint8)  # scales
+    q = torch.randn(tokens, 3, 128, generator=generator).to(torch.float8_e4m3fn)
+    weights = torch.rand(tokens, 3, generator=generator)
+    table, kv_lens = torch.tensor([[2, 0, 3]]).int(), torch.tensor([150]).int()
+    starts = torch.tensor([0, tokens]).int()
+
+    def run() -> torch.Tensor:
+        cache = PagedLatentCache.wrap_index_keys(pages.view(4, 64, 132))
+        with emulating_mlakit(arch=BLACKWELL_ARCHS[0]):
+            return indexer_logits(
+                q, weights, cache, table, kv_lens, q_starts=starts, backend="blackwell"
+            )
+
+    finite = run()
+    pages[0, 6 * 128 + 5] = 0x7F  # of key 70, a NaN of e4m3
+    q[1, 0, 0] = torch.nan
+    return run(), finite
+
+
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_a_nan_reaches_exactly_the_logits_of_its_key_and_its_token(tokens, in_emulator):
+    logits, finite = in_emulator(logits_that_are_not_numbers, tokens)
+    expected = finite.clone()
+    expected[:, 70] = expected[1] = torch.nan
+    expected = torch.where(finite == -torch.inf, finite, expected)
+    assert finite[:, :140].isfinite().all()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)

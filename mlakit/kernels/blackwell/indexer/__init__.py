@@ -1,0 +1,1 @@
+"""Indexer logits on Blackwell: one kernel, compiled for 32 or 64 heads and 1, 2, 4 or 8 tokens."""
