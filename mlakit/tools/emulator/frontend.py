@@ -128,6 +128,7 @@ class Emulation:
                 checks=self.checks,
                 exact_fp8=self.exact_fp8,
                 hardware_sums=self.hardware_sums,
+                num_ctas=module.num_ctas,
             )
             steps += self._run_cta(machine, function, values, module.num_warps)
         run_s = perf_counter() - compiled

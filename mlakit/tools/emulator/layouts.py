@@ -30,7 +30,8 @@ Basis: TypeAlias = list[int]  # a step in each dimension
 Bases: TypeAlias = tuple[list[Basis], list[Basis], list[Basis]]  # of registers, lanes, warps
 
 LANES = 32
-LANE_BYTES = 512 * 4  # of tensor memory: 128 lanes of 512 columns
+TENSOR_LANES = 128
+LANE_BYTES = 512 * 4  # of tensor memory: 512 columns
 SWIZZLE_VECTOR = 128  # bits that a swizzle moves together
 
 

@@ -1,7 +1,8 @@
 """The IR of a launch: a kernel is specialised for its arguments and lowered, without a GPU.
 
 Triton's own code binds and specialises the arguments. A @gluon.jit kernel is lowered to TTGIR,
-which has every layout, a @triton.jit kernel to TTIR. Both stop before shared memory is allocated.
+which has every layout, a @triton.jit kernel to TTIR. Both stop before shared memory is allocated;
+tensor memory has been.
 The IR of a specialisation is made once per process.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triton._C.libtriton import ir as triton_ir
+from triton._C.libtriton import nvidia
 from triton.backends.compiler import GPUTarget, Language
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
@@ -96,5 +98,19 @@ def _text(source: Any, target: GPUTarget, backend: Any, options: Any) -> str:
     for name, stage in stages.items():
         module = stage(module, {})
         if name == last:
-            return str(module)
+            return _with_places(module)
     raise ValueError(f"Triton's stages must include {last}, got {', '.join(stages)}")
+
+
+def _with_places(module: Any) -> str:
+    """Return the IR of a module, in which each allocation of tensor memory has its place.
+
+    Triton's own pass gives the place: two allocations that are not live at once may share columns.
+    """
+    text = str(module)
+    if "ttng.tmem_alloc" not in text:
+        return text
+    passes = triton_ir.pass_manager(module.context)
+    nvidia.passes.ttnvgpuir.add_allocate_tensor_memory(passes)
+    passes.run(module, "allocate_tensor_memory")
+    return str(module)

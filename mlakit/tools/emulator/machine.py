@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from mlakit.tools.emulator.engines import AsyncTensor, Operation, Queue
 from mlakit.tools.emulator.faults import BarrierMisuse, Deadlock, Fault, UnfinishedAtExit
 from mlakit.tools.emulator.global_races import GlobalRaces
 from mlakit.tools.emulator.ir import Unsupported
-from mlakit.tools.emulator.memory import GlobalMemory, MemDesc
+from mlakit.tools.emulator.layouts import LANE_BYTES, TENSOR_LANES
+from mlakit.tools.emulator.memory import Allocation, GlobalMemory, MemDesc
 from mlakit.tools.emulator.races import Access, RaceDetector
 
 MAX_STEPS = 10_000_000
@@ -130,8 +132,10 @@ class Machine:
         checks: bool = True,
         exact_fp8: bool = False,
         hardware_sums: bool = False,
+        num_ctas: int = 1,
     ) -> None:
         self.memory, self.program, self.grid = memory, program, grid
+        self.num_ctas = num_ctas  # of a cluster, which run in step
         self.rng = random.Random(seed)
         self.checks, self.exact_fp8, self.hardware_sums = checks, exact_fp8, hardware_sums
         self.agents = Agents()
@@ -144,8 +148,12 @@ class Machine:
         self.barriers: list[Barrier] = []
         self.named: dict[int, NamedBarrier] = {}
         self.steps = 0
-        self.tensor_columns = 0  # allocated
         self.issued: dict[int, int] = {}
+
+    @cached_property
+    def tensor_memory(self) -> Allocation:
+        """The tensor memory, whose columns tiles have one after the other."""
+        return Allocation(TENSOR_LANES * LANE_BYTES * self.num_ctas, "tensor memory")
 
     @property
     def warnings(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -85,6 +86,13 @@ class Allocation:
         self.name = name
         self.shadow = Shadow(-(-size // WORD), name)
         self.barriers: dict[int, Barrier] = {}  # by their first byte
+
+    def as_tenant(self, name: str) -> Allocation:
+        """Return the same memory under the name of what is in it now."""
+        tenant = copy(self)
+        tenant.name, tenant.shadow = name, copy(self.shadow)
+        tenant.shadow.name = name
+        return tenant
 
     def elements(self, kind: str) -> Array:
         """Return the bytes as elements of a type; what is written to them is written here."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from mlakit.tools.emulator import dtypes
 from mlakit.tools.emulator.faults import OutOfBounds
-from mlakit.tools.emulator.layouts import LANE_BYTES, cta_split, tensor_memory_columns
+from mlakit.tools.emulator.layouts import LANE_BYTES, tensor_memory_columns
 from mlakit.tools.emulator.machine import Coroutine, Partition
-from mlakit.tools.emulator.memory import Allocation, MemDesc
+from mlakit.tools.emulator.memory import MemDesc
 from mlakit.tools.emulator.products import exact_product
 from mlakit.tools.emulator.shared_operations import shape_of, whole_tile
 from mlakit.tools.emulator.synchronisation import Synchronisation
 from mlakit.tools.emulator.types import Type
 
-TENSOR_LANES = 128
 TENSOR_COLUMNS = 512
 COLUMN_BYTES = 4
 
@@ -25,19 +23,23 @@ class TensorOperations(Synchronisation):
     """tcgen05: products and copies of a partition complete in order."""
 
     def allocate_tensor_memory(
-        self, p: Partition, type: Type, name: str, value: Any = None
+        self, p: Partition, type: Type, name: str, lane: int, column: int, value: Any = None
     ) -> MemDesc:
-        """Allocate columns of tensor memory (tcgen05.alloc), of which an SM has 512."""
+        """Return a tile at its place in tensor memory, of which an SM has 512 columns.
+
+        Triton allocates all columns at once, and gives those of a tile that is used no more to
+        another one. So what the tile's words were used for before must have happened before, and
+        none of them has been written for this tile.
+        """
         bits = dtypes.BITS[type.pointee]
-        columns = tensor_memory_columns(type.layout, shape_of(type), bits) // COLUMN_BYTES
-        self.machine.tensor_columns += columns
-        if self.machine.tensor_columns > TENSOR_COLUMNS:
+        columns = column + tensor_memory_columns(type.layout, shape_of(type), bits) // COLUMN_BYTES
+        if columns > TENSOR_COLUMNS:
             raise OutOfBounds(
-                f"a CTA must use at most {TENSOR_COLUMNS} columns of tensor memory,"
-                f" got {self.machine.tensor_columns}"
+                f"a CTA must use at most {TENSOR_COLUMNS} columns of tensor memory, got {columns}"
             )
-        size = TENSOR_LANES * LANE_BYTES * int(np.prod(cta_split(type.layout)))
-        tile = whole_tile(Allocation(size, name), type)
+        whole = whole_tile(self.machine.tensor_memory.as_tenant(name), type)
+        tile = replace(whole, base=lane * LANE_BYTES + column * COLUMN_BYTES)
+        tile.allocation.shadow.is_initialised[tile.words()] = False
         if value is not None:
             self.machine.check_write(tile, p.access())
             tile.write(value)

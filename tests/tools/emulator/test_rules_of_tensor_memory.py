@@ -27,7 +27,7 @@ def _run(kernel: str, broken: str, seed: int) -> tuple[str, str, torch.Tensor, t
 
     x = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     rows = TensorDescriptor(x, [128, 64], [64, 1], [1, 64], tiny_tensor.SMEM.value)
-    out = torch.zeros(128, 128 if kernel in ("tensor_product", "reloaded") else 64)
+    out = torch.zeros(128, 128 if kernel in WIDE else 64)
     fault = message = ""
     with emulating(seed=seed, arch=100):
         try:
@@ -37,18 +37,19 @@ def _run(kernel: str, broken: str, seed: int) -> tuple[str, str, torch.Tensor, t
     return fault, message, x.float(), out
 
 
+WIDE = ("tensor_product", "reloaded", "reused_columns")
 INDEX = torch.cat([torch.tensor([-1, 128, 2**31 - 1]), torch.arange(3, 128).flip(0)]).int()
 RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tensor_product": lambda x: x @ x.T,
     "tensor_operand": lambda x: 4 * x @ x[:64],
     "tensor_copy": lambda x: x,
     "gathered": lambda x: torch.cat([torch.zeros(3, 64), x[3:].flip(0)]),
+    "reused_columns": lambda x: x @ x.T,
     "reloaded": lambda x: 2 * RIGHT["gathered"](x) @ RIGHT["gathered"](x).T,
 }
 BROKEN = [
     ("tensor_product", "no fence", "MissingFence"),
     ("tensor_product", "no first value", "Race"),
-    ("tensor_product", "too many columns", "OutOfBounds"),
     ("tensor_product", "commits too soon", "Race"),
     ("tensor_product", "no commit", "Deadlock"),
     ("tensor_product", "operand overwritten", "Race"),
@@ -65,6 +66,9 @@ BROKEN = [
     ("gathered", "unaligned column", "IllegalCopy"),
     ("gathered", "no wait", "Race"),
     ("reloaded", "loaded too soon", "Race BarrierMisuse"),
+    ("reused_columns", "used before it is released", "Race"),
+    ("reused_columns", "released too late", "OutOfBounds"),
+    ("reused_columns", "value of the last tile", "Race"),
 ]
 
 

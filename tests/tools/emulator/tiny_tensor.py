@@ -58,10 +58,6 @@ def tensor_product(rows, x, index, out, BREAK: gl.constexpr):
     """out = x xᵀ by two products, the second of which adds to the first."""
     tile = stored_tile(x)
     acc = alloc_tensor(gl.float32, ROWS)
-    if BREAK == "too many columns":
-        for _ in gl.static_range(2):
-            more = alloc_tensor(gl.float32, 256)
-            more.store(gl.zeros([ROWS, 256], gl.float32, more.get_reg_layout()))
     barrier = alloc_barrier()
     if BREAK != "no fence":
         fence_async_shared()
@@ -189,3 +185,31 @@ def reloaded(rows, x, index, out, BREAK: gl.constexpr):
          (_load_twice, (rows, index, tile, full, empty, BREAK))],
         [4], [96],
     )  # fmt: skip
+
+
+@gluon.jit
+def reused_columns(rows, x, index, out, BREAK: gl.constexpr):
+    """out = x xᵀ: the product has columns of a tile that another product has been done with."""
+    tile = stored_tile(x)
+    fence_async_shared()
+    barrier = alloc_barrier()
+    kept = alloc_tensor(gl.float32, 256)
+    kept.store(gl.zeros([ROWS, 256], gl.float32, kept.get_reg_layout()))
+    first = alloc_tensor(gl.float32, ROWS)
+    tcgen05_mma(tile, tile.permute((1, 0)), first, use_acc=False, mbarriers=[barrier])
+    if BREAK != "used before it is released":
+        mbarrier.wait(barrier, 0)
+    if BREAK == "released too late":
+        first.store(first.load() * 2.0)
+    # with the tile that is kept, two of these are one more than there are columns for
+    second = alloc_tensor(gl.float32, 256)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, second.slice(0, ROWS).get_reg_layout())
+    acc = second.slice(0, ROWS)
+    if BREAK != "value of the last tile":
+        acc.store(zeros)
+    tcgen05_mma(tile, tile.permute((1, 0)), acc, use_acc=True, mbarriers=[barrier])
+    mbarrier.wait(barrier, 1)
+    if BREAK == "released too late":
+        acc.store(acc.load() + first.load())
+    store_result(out, acc)
+    kept.store(gl.zeros([ROWS, 256], gl.float32, kept.get_reg_layout()))

@@ -19,11 +19,12 @@ PACKED = {
 
 @emits("ttng.tmem_alloc")
 def allocate(emitter: Emitter, op: Op) -> None:
-    """An allocation of tensor memory, with a first value if there is an operand."""
+    """An allocation of tensor memory at its place, with a first value if there is an operand."""
     type = emitter.type_constant(op.result_types()[0])
     value = optional(emitter.operands(op), "None")
     name = op.results[0][1:]
-    tile = f"rt.allocate_tensor_memory(p, {type}, {name!r}, {value})"
+    lane, column = (op.int_attr(f"tensor_memory_{each}_offset") for each in ("row", "col"))
+    tile = f"rt.allocate_tensor_memory(p, {type}, {name!r}, {lane}, {column}, {value})"
     emitter.write(f"{emitter.variable(op.results[0])} = {tile}")
     emitter.assign_tokens(op.results[1:])
 
