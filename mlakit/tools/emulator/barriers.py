@@ -23,6 +23,7 @@ class Barrier:
 
     count     arrivals of a phase
     agent     stands for the TMA loads that complete on it
+    number    the time at which the agent of its CTA initialises it, if that is fenced
     phase     the number of completed phases
     pending   arrivals that the current phase still needs
     bytes     expected bytes that have not arrived
@@ -36,6 +37,7 @@ class Barrier:
     count: int
     name: str
     agent: int
+    number: int = 0
     phase: int = 0
     pending: int = 0
     bytes: int = 0

@@ -37,9 +37,12 @@ class Clock:
         """Add the operations of one agent up to `time`."""
         self.seen[agent] = max(self.seen[agent], time)
 
-    def fence(self) -> None:
-        """Make all that has happened before visible to the asynchronous proxy."""
-        np.maximum(self.fenced, self.seen, out=self.fenced)
+    def fence(self, agents: Array) -> None:
+        """Make what has happened before visible to the asynchronous proxy.
+
+        agents  those whose accesses the fence covers
+        """
+        np.maximum(self.fenced, self.seen, out=self.fenced, where=agents)
 
     def copy(self) -> Clock:
         """Return a clock of its own with the same counts."""
@@ -49,17 +52,19 @@ class Clock:
 
 
 class Agents:
-    """The agents of a CTA by number. Number 0 is nobody: it has written what is unwritten."""
+    """The agents of a cluster by number. Number 0 is nobody: it has written what is unwritten."""
 
     def __init__(self) -> None:
         self.names = ["nobody"]
         # by agent: are its writes made through the generic proxy?
         self.is_generic: Array = np.zeros(MAX_AGENTS, np.bool_)
+        self.cta: Array = np.zeros(MAX_AGENTS, np.int64)  # of the cluster, by rank
 
-    def add(self, name: str, *, is_generic: bool = False) -> int:
+    def add(self, name: str, *, cta: int = 0, is_generic: bool = False) -> int:
         """Return the number of a new agent."""
         if len(self.names) == MAX_AGENTS:
             raise NotImplementedError(f"emulator: a CTA must have fewer than {MAX_AGENTS} agents")
         self.names.append(name)
         self.is_generic[len(self.names) - 1] = is_generic
+        self.cta[len(self.names) - 1] = cta
         return len(self.names) - 1

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mlakit.tools.emulator.barriers import WARP
+from mlakit.tools.emulator.clusters import group
 from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import Operation, Queue
 from mlakit.tools.emulator.global_operations import GlobalOperations
 from mlakit.tools.emulator.global_races import GlobalAccess
-from mlakit.tools.emulator.layouts import cta_split
 from mlakit.tools.emulator.machine import Coroutine, Partition
 from mlakit.tools.emulator.memory import MemDesc
 from mlakit.tools.emulator.races import Access
@@ -31,8 +29,12 @@ class Copies(GlobalOperations, Synchronisation):
         barrier: MemDesc,
         is_asked: bool,
         rows: Array | None = None,
+        is_multicast: bool = False,
     ) -> Coroutine:
         """Start to load a tile; `barrier` counts its bytes. `rows` makes it a gather.
+
+        With multicast the first of the CTAs that have copies loads for all of them, and the bytes
+        count at the mbarrier of each: at the same address there, or at that of its pair.
 
         PTX, "cp.async.bulk.tensor" and "Asynchronous Operations" of the memory consistency model:
         the copy is ordered after prior instructions of its thread. Its complete-tx on the mbarrier
@@ -42,19 +44,39 @@ class Copies(GlobalOperations, Synchronisation):
         yield None
         if not is_asked:
             return
-        machine, on = self.machine, self.barrier(p, barrier)
         check_copy(descriptor, at, tile, rows)
+        copies = tile.copies if is_multicast else 0
+        if p.cta & copies:
+            return
+        for cta in group(p.cta, copies):
+            self._load_to(p, descriptor, at, tile.on(cta), barrier.on(cta & ~barrier.copies), rows)
+
+    def _load_to(
+        self,
+        p: Partition,
+        descriptor: Descriptor,
+        at: list[int],
+        tile: MemDesc,
+        barrier: MemDesc,
+        rows: Array | None,
+    ) -> None:
+        """Issue the load of what one CTA has of a tile."""
+        machine, before = self.machine, barrier.allocation.barriers.get(barrier.first_byte)
+        last = None if before is None else (before.agent, before.last_copy)
+        on = self.barrier(p, barrier, last)
         time, phase = on.last_copy, on.phase
-        machine.check_write(tile, Access(p.clock, p.where, on.agent, time, is_async=True))
+        access = Access(p.clock, p.where, on.agent, time, is_async=True, cta=p.cta)
+        machine.check_write(tile, access)
         if machine.checks and machine.global_races.has_writes:
-            address, inside = descriptor.addresses(descriptor.index(at, descriptor.block, rows))
+            index = descriptor.index(at, descriptor.block, rows)
+            address, inside = descriptor.addresses(index, tile.part)
             self._check_global(p, address[inside], descriptor.size, on.agent, time, is_write=False)
         machine.issued[on.agent] = on.used[on.agent] = time
 
         def operation() -> None:
             tile.write(descriptor.tile(machine.memory, at, rows).reshape(tile.shape))
             on.clock.observe(on.agent, time)
-            on.transfer(tile.size // int(np.prod(cta_split(tile.layout))), phase)
+            on.transfer(tile.size, phase)
 
         machine.loads.append(Operation(p.where, operation))
 
@@ -65,12 +87,15 @@ class Copies(GlobalOperations, Synchronisation):
         yield None
         machine, queue = self.machine, p.stores
         check_copy(descriptor, at, tile)
+        if p.cta & tile.copies:  # the first of the CTAs that have copies stores
+            return
         machine.check_read(tile, p.queued(queue, is_async=True))
         if machine.checks:
-            address, inside = descriptor.addresses(descriptor.index(at, descriptor.block))
+            index = descriptor.index(at, descriptor.block)
+            address, inside = descriptor.addresses(index, tile.part)
             agent, time = p.written, queue.issued + 1
             self._check_global(p, address[inside], descriptor.size, agent, time, is_write=True)
-        queue.issue(lambda: descriptor.put(machine.memory, at, tile.read()), p.where)
+        queue.issue(lambda: descriptor.put(machine.memory, at, tile.read(), tile.part), p.where)
 
     def store_wait(self, p: Partition, pending: int, is_read: bool) -> Coroutine:
         """Wait until at most `pending` TMA stores are left.

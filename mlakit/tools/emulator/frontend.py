@@ -3,8 +3,8 @@
     with emulating_mlakit(seed=3) as emulation:
         mla_decode(..., backend="hopper")  # CPU tensors
 
-A launch is lowered to IR (`lowering`), and its CTAs run one after the other (`machine`). A fault of
-a kernel is raised where the kernel is launched.
+A launch is lowered to IR (`lowering`), and its CTAs run one after the other, those of a cluster at
+once (`machine`). A fault of a kernel is raised where the kernel is launched.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from mlakit.dispatch import private
 from mlakit.kernels.launch import SHARED_BYTES, Target, compiling
+from mlakit.tools.emulator.clusters import part_of
 from mlakit.tools.emulator.codegen import compile_module
 from mlakit.tools.emulator.ir import Module
 from mlakit.tools.emulator.lowering import lower
@@ -164,6 +165,7 @@ def _values(argument: Any, name: str, memory: GlobalMemory) -> list[Any]:
         descriptor = Descriptor(
             base.data_ptr(), shape, strides, block, KINDS[base.dtype],
             swizzle=getattr(layout, "swizzle_byte_width", 0), name=name,
+            part=part_of(block, getattr(layout, "cga_layout", None) or ()),
         )  # fmt: skip
         return [descriptor, *shape, *strides]
     return [argument]

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from mlakit.tools.emulator import dtypes
+from mlakit.tools.emulator.clusters import held_by, written_by
 from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import AsyncTensor
 from mlakit.tools.emulator.global_races import GlobalAccess
+from mlakit.tools.emulator.ir import Unsupported
 from mlakit.tools.emulator.layouts import thread_elements
 from mlakit.tools.emulator.machine import Machine, Partition
 from mlakit.tools.emulator.types import Type
@@ -48,6 +50,8 @@ class GlobalOperations:
             each = [None if one is None else some.lift(one) for one in (pointer, mask, other)]
             return Divergent(self.load(each[0], each[1], each[2], kind), some.type)
         memory = self.machine.memory
+        if p is not None and type is not None and self.machine.num_ctas > 1 and type.is_tensor:
+            mask = held_by(type, p.cta) if mask is None else held_by(type, p.cta) & mask
         if p is not None and self.machine.checks:
             self._check(p, pointer, mask, kind, type, is_write=False)
         if not isinstance(pointer, np.ndarray):
@@ -75,6 +79,9 @@ class GlobalOperations:
         if isinstance(value, AsyncTensor):
             value.used()
         memory = self.machine.memory
+        if p is not None and type is not None and self.machine.num_ctas > 1:
+            own = written_by(type, p.cta) if type.is_tensor else p.cta == 0
+            mask = own if mask is None else own & mask
         if p is not None and self.machine.checks:
             self._check(p, pointer, mask, kind, type, is_write=True)
         if not isinstance(pointer, np.ndarray):
@@ -87,6 +94,8 @@ class GlobalOperations:
 
     def atomic(self, operation: str, pointer: Any, value: Any, mask: Any, kind: str) -> Any:
         """Combine values with memory one after the other; return what was there."""
+        if self.machine.num_ctas > 1:
+            raise Unsupported("an atomic operation of a cluster")
         is_scalar = not isinstance(pointer, np.ndarray)
         at = np.atleast_1d(np.asarray(pointer)).ravel()
         values = np.broadcast_to(np.asarray(value), np.shape(pointer)).ravel()
@@ -116,7 +125,7 @@ class GlobalOperations:
         if type is None or not type.is_tensor:
             count = 1 if is_write else p.num_warps
             index, warps = np.zeros(count, np.int64), np.arange(count)
-        elif type.layout:
+        elif type.layout and self.machine.num_ctas == 1:
             assert type.shape is not None
             index, warps = _holders(type.layout, type.shape, p.num_warps, is_write)
         if mask is not None:

@@ -148,6 +148,12 @@ class Module:
     lines: list[str]
 
     @property
+    def has_pairs(self) -> bool:
+        """Do pairs of CTAs issue tcgen05 operations?"""
+        head = next((line for line in self.lines if line.startswith("module")), "")
+        return '"ttng.two-ctas" = true' in head
+
+    @property
     def kernel(self) -> Function:
         """The function that is launched."""
         return next(each for each in self.functions.values() if each.is_public)

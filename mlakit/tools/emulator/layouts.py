@@ -5,7 +5,7 @@ Threads         blocked, slice, linear, nvidia_mma (wgmma), dot_op layouts, as b
                 bits of its number, and likewise for lanes and warps (Triton's linear layouts)
 Shared memory   nvmma_shared, swizzled_shared and shared_linear layouts: offsets of elements
 Tensor memory   tensor_memory_encoding: 128 lanes of 512 columns of 32 bits
-Clusters        the tile of a cluster is one tile; `cta_split` says how its CTAs share it
+Clusters        offsets are in the memory of the CTA that has the element (`clusters`)
 
 Values of the emulator are whole tensors, so that most operations need no layout. Inline assembly
 needs to know what a thread holds. Shared memory needs the place of bytes, since kernels reinterpret
@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from mlakit.tools.emulator.clusters import local_shape
 from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.ir import Unsupported
 from mlakit.tools.emulator.scanning import split_top
@@ -183,7 +184,11 @@ def offsets(
     first  where the tile begins in `alloc`
     bits   of an element
     """
-    ranges = [np.arange(n, dtype=np.int64) + at for n, at in zip(shape, first, strict=True)]
+    alloc = local_shape(layout, alloc)
+    ranges = [
+        (np.arange(n, dtype=np.int64) + at) % size
+        for n, at, size in zip(shape, first, alloc, strict=True)
+    ]
     index: list[Array] = list(np.meshgrid(*ranges, indexing="ij"))
     if layout.startswith("#ttng.tensor_memory_encoding"):
         if any(first[:-2]):
@@ -252,36 +257,22 @@ def _shared_linear(found: dict[str, str], shape: tuple[int, ...], index: list[Ar
     return np.asarray(offset[tuple(index)])
 
 
-# ---------------------------------------------------------- tensor memory and clusters
-
-
-def cta_split(layout: str) -> tuple[int, int]:
-    """Return how many CTAs of a cluster share the rows, and the columns, of a tile."""
-    found = re.search(r"CGALayout = (\[\[.*?\]\])", layout)
-    rows = columns = 1
-    for basis in _bases(found.group(1)) if found else []:
-        rows *= 2 if basis[0] else 1
-        columns *= 2 if len(basis) > 1 and basis[1] else 1
-    return rows, columns
+# ---------------------------------------------------------- tensor memory
 
 
 def tensor_memory_columns(layout: str, shape: tuple[int, ...], bits: int) -> int:
     """Return the bytes per lane of a tile [M, N], or of several of them."""
     found = _tensor_memory_attributes(layout)
-    ctas = cta_split(layout)
-    m, n = shape[-2] // ctas[0], shape[-1] // ctas[1]
+    m, n = local_shape(layout, shape)[-2:]
     rows = 128 if found["blockM"] == 128 or m > 64 else 64
     per_tile = max(m // rows, 1) * n * found["colStride"] * bits // 8
     return per_tile * prod(shape[:-2])
 
 
 def _tensor_memory(layout: str, shape: Sequence[int], index: list[Array], bits: int) -> Array:
-    """Offsets by lane; the lanes of a second CTA follow those of the first."""
+    """Offsets by lane, in the tensor memory of one CTA."""
     found = _tensor_memory_attributes(layout)
-    ctas = cta_split(layout)
-    m, n = shape[0] // ctas[0], shape[1] // ctas[1]
-    cta = index[0] // m + ctas[0] * (index[1] // n)
-    row, column = index[0] % m, index[1] % n
+    (m, n), (row, column) = shape, index
     block_n = min(found["blockN"], n)
     tile_m, tile_n = row // 128, column // block_n
     if found["blockM"] == 128:
@@ -292,7 +283,7 @@ def _tensor_memory(layout: str, shape: Sequence[int], index: list[Array], bits: 
         lane = row % 16 + 16 * (tile_n % 2) + (row % 64 // 16) * 32
         tile_n = tile_n // 2
     position = column % block_n + block_n * (tile_m + max(m // 128, 1) * tile_n)
-    return np.asarray((cta * 128 + lane) * (LANE_BYTES * 8 // bits) + position * found["colStride"])
+    return np.asarray(lane * (LANE_BYTES * 8 // bits) + position * found["colStride"])
 
 
 def _tensor_memory_attributes(layout: str) -> dict[str, int]:

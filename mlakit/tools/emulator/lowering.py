@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ def _text(source: Any, target: GPUTarget, backend: Any, options: Any) -> str:
     for name, stage in stages.items():
         module = stage(module, {})
         if name == last:
-            return _with_places(module)
+            return with_cluster_barriers(_with_places(module))
     raise ValueError(f"Triton's stages must include {last}, got {', '.join(stages)}")
 
 
@@ -114,3 +115,55 @@ def _with_places(module: Any) -> str:
     nvidia.passes.ttnvgpuir.add_allocate_tensor_memory(passes)
     passes.run(module, "allocate_tensor_memory")
     return str(module)
+
+
+def with_cluster_barriers(text: str) -> str:
+    """Return the IR of a kernel with the barriers of the cluster that Triton adds after TTGIR.
+
+    Where CTAs use each other's mbarriers, a fence and a relaxed barrier of the cluster come between
+    their initialisation and the first use; a barrier that is there already needs the fence alone.
+    Before the kernel returns comes a barrier in each kernel with clusters (Triton's
+    ClusterBarrierInsertion).
+    """
+    count = _NUM_CTAS.search(text)
+    if count is None or count.group(1) == "1":
+        return text
+    lines, out, is_kernel = text.splitlines(), [], False
+    begin = next(i for i, line in enumerate(lines) if line.lstrip().startswith("tt.func public"))
+    for i, line in enumerate(lines):
+        is_kernel = i == begin or (is_kernel and not line.startswith("  }"))
+        if is_kernel and line.startswith("    tt.return"):
+            out.append("    ttng.cluster_barrier loc(#loc)")
+        out.append(line)
+    if not any(_crosses(line, int(count.group(1))) for line in lines):
+        return "\n".join(out)
+    inits = [i for i, line in enumerate(out) if line.startswith("    ttng.init_barrier")]
+    for i in range(inits[-1] + 1, len(out)):
+        if out[i].startswith("    ttng.cluster_barrier"):
+            return "\n".join([*out[:i], _FENCE, *out[i:]])
+        if _USE.match(out[i]):
+            return "\n".join([*out[:i], _FENCE, _RELAXED, *out[i:]])
+    raise ValueError("an mbarrier that is initialised must be used")
+
+
+def _crosses(line: str, num_ctas: int) -> bool:
+    """Does an operation initialise an mbarrier of several CTAs, or use those of other CTAs?"""
+    shape = re.search(r"ttng.init_barrier .*memdesc<(\d+)xi64", line)
+    if shape:
+        return int(shape.group(1)) != num_ctas
+    return _CROSSING.search(line) is not None
+
+
+_NUM_CTAS = re.compile(r'"ttg.num-ctas" = (\d+)')
+_CROSSING = re.compile(
+    r"ttng\.(async_tma|tc_gen5_mma).*[{,]\s*multicast\b|ttng\.tc_gen5_commit .* descs|"
+    r"ttng\.(arrive_barrier|barrier_expect).*(fromCTA|multicastCTA)|"
+    r'"ttng.two-ctas" = true|'
+    r"ttng\.async_shared_store|ttng\.clc_try_cancel "
+)
+_USE = re.compile(
+    r"    (?:ttng\.(?:(?:arrive|wait|inval)_barrier|barrier_expect|async_tma|tc_gen5)|"
+    r"ttg\.warp_specialize|ttg\.async_copy_mbarrier|(?:%\S+(?:, %\S+)* = )?(?:scf\.|tt\.call))"
+)
+_FENCE = "    ttng.fence_mbarrier_init_release_cluster loc(#loc)"
+_RELAXED = "    ttng.cluster_barrier {relaxed = true} loc(#loc)"

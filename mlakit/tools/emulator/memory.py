@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mlakit.tools.emulator.clusters import held, holders
 from mlakit.tools.emulator.dtypes import Array, decode, element_size, encode, memory_dtype
 from mlakit.tools.emulator.faults import OutOfBounds
 from mlakit.tools.emulator.layouts import offsets
@@ -78,14 +79,19 @@ class GlobalMemory:
 
 
 class Allocation:
-    """Bytes of shared or tensor memory, with their shadow and the mbarriers that lie in them."""
+    """Bytes of shared or tensor memory, with their shadow and the mbarriers that lie in them.
 
-    def __init__(self, size: int, name: str) -> None:
+    cta    the rank in its cluster of the CTA that has it
+    peers  by rank, the same allocation of each CTA of the cluster
+    """
+
+    def __init__(self, size: int, name: str, cta: int = 0) -> None:
         # random bytes: a value that nobody has written must not be a lucky zero
         self.data: Array = np.random.default_rng(1).integers(0, 256, size, np.uint8)
         self.name = name
         self.shadow = Shadow(-(-size // WORD), name)
         self.barriers: dict[int, Barrier] = {}  # by their first byte
+        self.cta, self.peers = cta, [self]
 
     def as_tenant(self, name: str) -> Allocation:
         """Return the same memory under the name of what is in it now."""
@@ -100,9 +106,16 @@ class Allocation:
         return self.data[: self.data.size // size * size].view(memory_dtype(kind))
 
 
+def as_peers(allocations: list[Allocation]) -> list[Allocation]:
+    """Let the same allocation of each CTA of a cluster know the others."""
+    for each in allocations:
+        each.peers = allocations
+    return allocations
+
+
 @dataclass(frozen=True)
 class MemDesc:
-    """A tile in shared or tensor memory.
+    """A tile in shared or tensor memory, of a cluster and as one of its CTAs has it.
 
     base   its first byte in the allocation, before `first`
     alloc  the shape that the layout describes
@@ -127,23 +140,59 @@ class MemDesc:
             )
         return at + self.base // size if self.base else at
 
-    def words(self) -> Array:
-        """Return the numbers of the words of shadow memory that the tile covers."""
-        size = element_size(self.kind)
+    def on(self, cta: int) -> MemDesc:
+        """Return the same tile as another CTA has it."""
+        if cta == self.allocation.cta:
+            return self
+        return replace(self, allocation=self.allocation.peers[cta])
+
+    @property
+    def part(self) -> Array | None:
+        """The elements that are in this CTA's memory; None: all of them."""
+        if len(self.allocation.peers) == 1:
+            return None
+        return held(self.layout, self.alloc, self.shape, self.first, self.allocation.cta)
+
+    @property
+    def copies(self) -> int:
+        """The bits of a rank in which CTAs differ that have copies of the tile."""
+        every = len(self.allocation.peers) - 1
+        return holders(self.layout, self.alloc, self.shape, self.first)[1] & every
+
+    def words(self, some: Array | None = None) -> Array:
+        """Return the numbers of the words of shadow memory that the tile covers here.
+
+        some  the elements that are meant, by default all that are in this CTA's memory
+        """
+        size, some = element_size(self.kind), self.part if some is None else some
+        if some is not None:
+            return _words_at(self.index()[some] * size, size)
         return _words(self.layout, self.alloc, self.shape, self.first, size, self.base)
 
-    def read(self) -> Array:
-        """Return the values of the tile."""
-        return decode(self.allocation.elements(self.kind)[self.index()], self.kind)
+    def read(self, some: Array | None = None) -> Array:
+        """Return the values of the tile; those of other elements are NaN or 0."""
+        values = decode(self.allocation.elements(self.kind)[self.index()], self.kind)
+        some = self.part if some is None else some
+        if some is None:
+            return values
+        nothing = np.nan if values.dtype.kind == "f" else 0
+        return np.where(some, values, np.asarray(nothing, values.dtype))
 
-    def write(self, values: Array) -> None:
-        """Set the values of the tile."""
-        self.allocation.elements(self.kind)[self.index()] = encode(values, self.kind)
+    def write(self, values: Array, some: Array | None = None) -> None:
+        """Set the values of the tile that are in this CTA's memory."""
+        elements, at = self.allocation.elements(self.kind), self.index()
+        some = self.part if some is None else some
+        if some is None:
+            elements[at] = encode(values, self.kind)
+        else:
+            elements[at[some]] = encode(np.broadcast_to(values, self.shape)[some], self.kind)
 
     @property
     def size(self) -> int:
-        """The bytes of the tile's elements."""
-        return int(np.prod(self.shape)) * element_size(self.kind)
+        """The bytes of the tile's elements that are in this CTA's memory."""
+        part = self.part
+        count = np.prod(self.shape) if part is None else np.count_nonzero(part)
+        return int(count) * element_size(self.kind)
 
     @property
     def first_byte(self) -> int:
@@ -164,6 +213,10 @@ def _words(
     size: int,
     base: int,
 ) -> Array:
-    at = offsets(layout, alloc, shape, first, size * 8).ravel() * size + base
+    return _words_at(offsets(layout, alloc, shape, first, size * 8).ravel() * size + base, size)
+
+
+def _words_at(at: Array, size: int) -> Array:
+    """Return the words of elements of `size` bytes that begin at these bytes."""
     low = at // WORD
     return np.unique(low if size <= WORD else np.concatenate([low, low + 1]))

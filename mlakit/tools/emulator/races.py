@@ -27,6 +27,7 @@ class Access:
     is_async  it goes through the asynchronous proxy
     in_order  the agent performs it after its earlier ones without a wait (tcgen05)
     uses_all  it uses each value that it reads, which must hence have been written
+    cta       the rank in its cluster of the CTA that issues it
     """
 
     clock: Clock
@@ -36,6 +37,7 @@ class Access:
     is_async: bool = False
     in_order: bool = False
     uses_all: bool = False
+    cta: int = 0
 
 
 class Shadow:

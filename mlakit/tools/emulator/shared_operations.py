@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from mlakit.tools.emulator import dtypes
+from mlakit.tools.emulator.clusters import held_by, holders, local_shape
+from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import AsyncTensor
 from mlakit.tools.emulator.faults import OutOfBounds
 from mlakit.tools.emulator.layouts import tensor_memory_columns
@@ -22,9 +25,10 @@ class SharedOperations:
 
     def allocate(self, p: Partition, type: Type, name: str, value: Any = None) -> MemDesc:
         """Allocate a tile, and store `value` to it if there is one."""
-        shape = shape_of(type)
-        size = int(np.prod(shape)) * dtypes.element_size(type.pointee)
-        tile = whole_tile(Allocation(size, name), type)
+        size = int(np.prod(local_shape(type.layout, type.shape)))
+        size *= dtypes.element_size(type.pointee)
+        each = self.machine.in_common(p.cta, name, lambda: self.machine.of_each_cta(size, name))
+        tile = whole_tile(each, type)
         if value is not None:
             self.machine.check_write(tile, p.access())
             tile.write(value)
@@ -33,7 +37,7 @@ class SharedOperations:
     def index(self, tile: MemDesc, at: int, type: Type) -> MemDesc:
         """Return one of the tiles along the first dimension."""
         shape = shape_of(type)
-        size = int(np.prod(shape)) * dtypes.element_size(type.pointee)
+        size = int(np.prod(local_shape(type.layout, shape))) * dtypes.element_size(type.pointee)
         if "tensor_memory" in type.space:
             size = tensor_memory_columns(type.layout, shape, dtypes.BITS[type.pointee])
         if not 0 <= at < tile.shape[0]:
@@ -68,19 +72,39 @@ class SharedOperations:
             tile.allocation, base, shape, type.pointee, type.layout, shape, (0,) * len(shape)
         )
 
-    def local_load(self, p: Partition, tile: MemDesc) -> Coroutine:
-        """Load a tile to registers."""
+    def local_load(self, p: Partition, tile: MemDesc, type: Type) -> Coroutine:
+        """Load a tile to registers, each CTA the elements that it holds."""
         yield None
-        self.machine.check_read(tile, p.access())
-        return tile.read()
+        out: Any = None
+        for part, some in self._parts(p, tile, type):
+            self.machine.check_read(part, p.access(), some)
+            values = part.read(some)
+            out = values if out is None else np.where(some, values, out)
+        return out
 
-    def local_store(self, p: Partition, value: Any, tile: MemDesc) -> Coroutine:
-        """Store registers to a tile."""
+    def local_store(self, p: Partition, value: Any, tile: MemDesc, type: Type) -> Coroutine:
+        """Store registers to a tile, each CTA the elements that it holds."""
         if isinstance(value, AsyncTensor):
             value.used()
         yield None
-        self.machine.check_write(tile, p.access())
-        tile.write(value)
+        for part, some in self._parts(p, tile, type):
+            self.machine.check_write(part, p.access(), some)
+            part.write(value, some)
+
+    def _parts(
+        self, p: Partition, tile: MemDesc, type: Type
+    ) -> Iterator[tuple[MemDesc, Array | None]]:
+        """Yield the CTAs' parts of a tile, and the elements there that this CTA's registers hold.
+
+        A tile that lies in a peer's memory is accessed there, by ld.shared::cluster and the like.
+        """
+        if self.machine.num_ctas == 1:
+            yield tile, None
+            return
+        owner, copies = holders(tile.layout, tile.alloc, tile.shape, tile.first)
+        place, mine = owner | (p.cta & copies), held_by(type, p.cta)
+        for cta in np.unique(place[mine]).tolist():
+            yield tile.on(cta), mine & (place == cta)
 
 
 def shape_of(type: Type) -> tuple[int, ...]:

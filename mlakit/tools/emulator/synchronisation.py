@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from mlakit.tools.emulator.barriers import BARRIER_BYTES, Barrier, NamedBarrier
+from mlakit.tools.emulator.clocks import Clock
+from mlakit.tools.emulator.clusters import group
 from mlakit.tools.emulator.faults import BarrierMisuse, Race
 from mlakit.tools.emulator.ir import Unsupported
 from mlakit.tools.emulator.layouts import thread_elements
@@ -24,18 +26,25 @@ class Synchronisation:
     def init_barrier(self, p: Partition, tile: MemDesc, count: int) -> None:
         """Initialise an mbarrier (mbarrier.init).
 
+        Of CTAs that share a barrier the first one has it, and it counts the arrivals of all.
+
         PTX, "mbarrier.init": the object is aligned to 8 bytes, and initialising one that is valid
         is undefined: mbarrier.inval comes first.
         """
-        machine, at = self.machine, tile.first_byte
+        if p.cta & tile.copies:
+            return
+        machine, at, cta = self.machine, tile.first_byte, self.machine.ctas[p.cta]
+        count *= machine.num_ctas // int(np.prod(tile.shape)) if machine.num_ctas > 1 else 1
         name = f"{tile.allocation.name}[{at // BARRIER_BYTES}]"
         if at % BARRIER_BYTES:
             raise BarrierMisuse(f"an mbarrier must lie at a multiple of 8 bytes, got byte {at}")
         before = tile.allocation.barriers.get(at)
         if before is not None and before.is_valid:
             raise BarrierMisuse(f"{before}: initialised again without an invalidation")
-        agent = machine.agents.add(f"TMA loads of {name}") if before is None else before.agent
-        barrier = Barrier(count, name, agent)
+        new = machine.agents.add
+        agent = new(f"TMA loads of {name}", cta=p.cta) if before is None else before.agent
+        cta.inits += 1
+        barrier = Barrier(count, name, agent, 1 + cta.inits)
         if before is not None:  # copies of its next life come after those of the last one
             barrier.first_copy = before.last_copy
         barrier.initialiser, barrier.initialised = p.agent, p.tick()
@@ -49,6 +58,8 @@ class Synchronisation:
         PTX, "mbarrier.inval": the location may then be used for anything. So this is a write, which
         all operations on the barrier must have happened before, copies that complete on it too.
         """
+        if p.cta & tile.copies:
+            return
         barrier = self.barrier(p, tile)
         barrier.check_unused("invalidated")
         for agent, time in barrier.used.items():
@@ -59,62 +70,126 @@ class Synchronisation:
                 )
         barrier.is_valid = False
 
-    def barrier(self, p: Partition, tile: MemDesc) -> Barrier:
-        """Return a valid mbarrier.
+    def barrier(self, p: Partition, tile: MemDesc, last: tuple[int, int] | None = None) -> Barrier:
+        """Return a valid mbarrier, in the memory of the CTA that has the tile.
 
         PTX, "mbarrier": operations on a location without a valid mbarrier object are undefined.
-        The initialisation is a write: it must have happened before every use.
+        The initialisation is a write: it must have happened before every use. For a peer it has if
+        fence.mbarrier_init.release.cluster and a barrier of the cluster come between, even a
+        relaxed one.
+
+        last  the agent and its operation that a peer's mbarrier is signalled after, where it is not
+              the thread itself that arrives
         """
+        memory = tile.allocation
+        agent, time = last or (p.agent, p.tick())
+        if memory.cta != p.cta:
+            self.machine.check_lifetime(memory, p.clock, agent, time)
         barrier = tile.allocation.barriers.get(tile.first_byte)
         if barrier is None or not barrier.is_valid:
             name = f"{tile.allocation.name}[{tile.first_byte // BARRIER_BYTES}]"
             raise BarrierMisuse(f"barrier {name} is used and is not initialised")
-        if p.clock.seen[barrier.initialiser] < barrier.initialised:
+        is_fenced = p.clock.seen[self.machine.ctas[memory.cta].agent] >= barrier.number
+        if p.clock.seen[barrier.initialiser] < barrier.initialised and not is_fenced:
             who = self.machine.agents.names[barrier.initialiser]
             raise Race(f"{barrier} is initialised by {who}, which has not happened before")
-        barrier.used[p.agent] = p.tick()
+        if memory.cta == p.cta:
+            agent, time = p.agent, p.tick()
+        barrier.used[agent] = time
         return barrier
 
-    def arrive(self, p: Partition, tile: MemDesc, count: int, is_asked: bool) -> Coroutine:
-        """Arrive at an mbarrier with release semantics.
+    def arrive(
+        self,
+        p: Partition,
+        tile: MemDesc,
+        count: int,
+        is_asked: bool,
+        size: int | None = None,
+        from_cta: int | None = None,
+        multicast: int | None = None,
+    ) -> Coroutine:
+        """Arrive at an mbarrier with release semantics, and expect bytes of copies if there are.
 
         PTX, "mbarrier.arrive": .release is assumed where no semantics are given. Triton puts a
         barrier of the partition's warps before the arrival of one thread.
+
+        size       what mbarrier.arrive.expect_tx expects
+        from_cta   the bits of the rank of the CTA that arrives at all CTAs with the same bits
+        multicast  the bits in which a CTA's rank and those of the CTAs that it arrives at differ
         """
         yield None
-        if is_asked:
-            barrier = self.barrier(p, tile)
+        if not is_asked:
+            return
+        for target in self._targets(p, tile, from_cta, multicast):
+            barrier = self.barrier(p, tile.on(target))
             p.meet()
             barrier.clock.join(p.clock)
-            barrier.arrive(count)
+            if size is None:
+                barrier.arrive(count)
+            else:
+                barrier.expect(size)
 
-    def expect(self, p: Partition, tile: MemDesc, size: int, is_asked: bool) -> Coroutine:
-        """Arrive, and expect bytes of copies (mbarrier.arrive.expect_tx)."""
-        yield None
-        if is_asked:
-            barrier = self.barrier(p, tile)
-            p.meet()
-            barrier.clock.join(p.clock)
-            barrier.expect(size)
+    def _targets(
+        self, p: Partition, tile: MemDesc, from_cta: int | None, multicast: int | None
+    ) -> Iterable[int]:
+        """Return the CTAs whose mbarriers an arrival counts at."""
+        if multicast:
+            return group(p.cta, multicast)
+        if from_cta is None:
+            return [p.cta & ~tile.copies]
+        bits = (self.machine.num_ctas - 1) & ~from_cta
+        return [] if p.cta & bits else group(p.cta, bits)
 
     def wait(self, p: Partition, tile: MemDesc, phase: int, is_asked: bool) -> Coroutine:
         """Wait for the phase of a parity with acquire semantics.
 
         PTX, "mbarrier.try_wait": .acquire is assumed where no semantics are given. What happened
-        before the arrivals of the phase, and its bulk copies, has then happened before.
+        before the arrivals of the phase, and its bulk copies, has then happened before. Of CTAs
+        that share a barrier only the one that has it waits: try_wait takes a barrier of its own.
         """
         yield None
-        if is_asked:
+        if is_asked and not p.cta & tile.copies:
             barrier = self.barrier(p, tile)
             p.reason = f"parity {int(phase) & 1} of {barrier.name}"
             yield _passes(p, barrier, int(phase))
             barrier.used[p.agent] = p.tick()
             p.learn(barrier.complete)
 
-    def fence(self, p: Partition) -> None:
-        """Order generic accesses before asynchronous ones (fence.proxy.async.shared::cta)."""
+    def fence(self, p: Partition, is_of_cluster: bool = False) -> None:
+        """Order generic accesses before asynchronous ones (fence.proxy.async).
+
+        The form .shared::cta covers the memory of its CTA, and hence the accesses of its threads;
+        .shared::cluster covers those of the peers, too.
+        """
         p.tick()
-        p.clock.fence()
+        cta = self.machine.agents.cta
+        p.clock.fence(np.ones_like(cta, np.bool_) if is_of_cluster else cta == p.cta)
+
+    def fence_initialisations(self, p: Partition) -> None:
+        """Let peers see initialised mbarriers (fence.mbarrier_init.release.cluster)."""
+        cta = self.machine.ctas[p.cta]
+        cta.fenced = cta.inits
+
+    def meet_cluster(self, p: Partition, is_relaxed: bool) -> Coroutine:
+        """Wait for the same partition of the cluster's other CTAs.
+
+        PTX, "barrier.cluster": .release and .acquire order memory accesses of the arriving threads
+        before those after the wait. With .relaxed the arrival orders none, except initialisations
+        of mbarriers that are fenced. It waits for threads that have not exited.
+        """
+        yield None
+        machine, cta = self.machine, self.machine.ctas[p.cta]
+        p.meet()
+        key = p.role, cta.met[p.role]
+        cta.met[p.role] += 1
+        clock = Clock() if is_relaxed else p.clock.copy()
+        clock.observe(cta.agent, 1 + cta.fenced)
+        come = machine.meetings.setdefault(key, {})
+        come[p.cta] = clock
+        p.reason = "the other CTAs of the cluster"
+        yield lambda: all(each.rank in come or each.has_ended for each in machine.ctas)
+        for other in come.values():
+            p.learn(other)
 
     def sync_warps(self, p: Partition) -> None:
         """Wait for all warps of a partition (`gl.barrier`, bar.sync of its own threads)."""
@@ -142,7 +217,7 @@ class Synchronisation:
             return
         time, arrived = p.tick(), []
         for own, warps in _warps_of(number, type, p.num_warps).items():
-            barrier = self.machine.named.setdefault(own, NamedBarrier(own))
+            barrier = self.machine.named.setdefault((p.cta, own), NamedBarrier(own))
             self._check_generation(p, barrier, warps)
             barrier.is_divided |= len(warps) < p.num_warps
             if barrier.is_divided and any(each[0] != p.agent for each in barrier.arrivals):
@@ -179,7 +254,7 @@ class Synchronisation:
         workers = []
         p.meet()
         for i, (body, num_warps) in enumerate(zip(bodies, warps, strict=True)):
-            worker = Partition(self.machine, f"partition{i}", num_warps)
+            worker = Partition(self.machine, f"partition{i}", num_warps, p.cta)
             worker.clock.join(p.clock)
             worker.coroutine = body(worker)
             workers.append(worker)

@@ -36,6 +36,7 @@ class Descriptor:
 
     strides  in elements
     block    the tile of one Gluon copy; TMA copies it as one or more boxes
+    part     what a CTA copies of it, all by default
     swizzle  the swizzle span in bytes, 0 for none
     name     of the kernel's argument, for reports
     """
@@ -47,6 +48,7 @@ class Descriptor:
     kind: str
     swizzle: int = 0
     name: str = "descriptor"
+    part: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         """Check the rules that the driver has."""
@@ -61,22 +63,26 @@ class Descriptor:
     @property
     def box(self) -> list[int]:
         """The box of one TMA instruction: Triton splits a block at the swizzle span and at 256."""
-        inner = min(self.block[-1], MAX_BOX)
+        block = self.block if self.part is None else self.part
+        inner = min(block[-1], MAX_BOX)
         if self.swizzle:
             inner = min(inner, max(self.swizzle // self.size, 1))
-        return [*(min(each, MAX_BOX) for each in self.block[:-1]), inner]
+        return [*(min(each, MAX_BOX) for each in block[:-1]), inner]
 
     def refuse(self, rule: str, value: object) -> None:
         """Report a broken rule."""
         raise IllegalCopy(f"TMA descriptor {self.name}: {rule}, got {value}")
 
-    def addresses(self, index: Sequence[Array]) -> tuple[Array, Array]:
+    def addresses(self, index: Sequence[Array], some: Array | None = None) -> tuple[Array, Array]:
         """Return the addresses of a tile's elements, and which of them are in the tensor.
 
         index  the coordinates of the tile along each axis
+        some   the elements that are meant, all by default
         """
         grid = np.meshgrid(*index, indexing="ij")
         inside = np.ones(grid[0].shape, np.bool_)
+        if some is not None:
+            inside &= some.reshape(inside.shape)
         address = np.full(grid[0].shape, self.address, np.int64)
         for each, size, stride in zip(grid, self.shape, self.strides, strict=True):
             inside &= (each >= 0) & (each < size)
@@ -108,9 +114,11 @@ class Descriptor:
             out[inside] = memory.load(address[inside], self.kind)
         return out
 
-    def put(self, memory: GlobalMemory, at: Sequence[int], values: Array) -> None:
-        """Write a tile; elements outside of the tensor are not written."""
-        address, inside = self.addresses(self.index(at, values.shape))
+    def put(
+        self, memory: GlobalMemory, at: Sequence[int], values: Array, some: Array | None = None
+    ) -> None:
+        """Write a tile, or `some` elements; those outside of the tensor are not written."""
+        address, inside = self.addresses(self.index(at, values.shape), some)
         if inside.any():
             memory.store(address[inside], values[inside], self.kind)
 

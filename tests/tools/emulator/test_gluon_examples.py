@@ -6,6 +6,7 @@ They are no part of this repository: they are `python/examples/gluon` of Triton'
 from __future__ import annotations
 
 import os
+import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -41,8 +42,33 @@ def test_attention(in_emulator, cga_layout, is_causal, seed):
     assert error < limit
 
 
+def test_a_peer_may_arrive_at_an_mbarrier_that_the_attention_invalidates(in_emulator):
+    fault = in_emulator(fault_at_invalidation)
+    assert re.search(r"barrier .* of CTA 0.* is invalidated, and its use by .* of CTA 1", fault)
+
+
+def valid(text: str) -> str:
+    """Return the IR of a kernel that leaves its mbarriers valid."""
+    return re.sub(r"\n *ttng\.inval_barrier .*", "", text)
+
+
+def fault_at_invalidation() -> str:
+    """Run the attention of two CTAs as it is, and return the fault.
+
+    CTA 0 ends by invalidating the mbarriers that it has for both, and nobody waits for the last
+    arrivals of CTA 1. It is harmless where nothing else gets their memory.
+    """
+    from mlakit.tools.emulator.faults import Race
+
+    try:
+        attention_error(((1, 0),), is_causal=False, seed=0, invalidates=True)
+    except Race as fault:
+        return str(fault)
+    return ""
+
+
 def attention_error(
-    cga_layout: tuple[tuple[int, int], ...], is_causal: bool, seed: int
+    cga_layout: tuple[tuple[int, int], ...], is_causal: bool, seed: int, invalidates: bool = False
 ) -> tuple[float, float]:
     """Return the largest error of an output, and the largest that bfloat16 makes."""
     from mlakit.dispatch import private  # not in the process of the tests
@@ -56,7 +82,7 @@ def attention_error(
         patch.object(torch.cuda, "get_device_capability", lambda *_: (10, 0)),
         patch.object(torch.cuda, "get_device_properties", lambda *_: BLACKWELL),
         private.driver_replaced_by(NoDriver(100)),
-        emulating(seed=seed, arch=100),
+        emulating(seed=seed, arch=100, mutate=None if invalidates else lambda _, text: valid(text)),
     ):
         attention = example("01-attention-forward").attention_forward
         out, _ = attention(q, k, v, is_causal, scale, cga_layout=cga_layout)

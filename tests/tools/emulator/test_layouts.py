@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlakit.tools.emulator.clusters import holders, local_shape
 from mlakit.tools.emulator.ir import Unsupported
 from mlakit.tools.emulator.layouts import (
     LANE_BYTES,
-    cta_split,
     offsets,
     tensor_memory_columns,
     thread_elements,
@@ -242,9 +242,29 @@ def test_columns_of_tensor_memory_are_counted_in_bytes_per_lane():
 
 def test_a_cluster_of_two_shares_rows_or_columns():
     rows = tensor_memory(128, 64, more=", CGALayout = [[1, 0]]")
-    assert cta_split(rows) == (2, 1)
-    assert cta_split(tensor_memory(128, 64, more=", CGALayout = [[0, 1]]")) == (1, 2)
-    assert cta_split(tensor_memory(128, 64)) == (1, 1)
+    columns = tensor_memory(128, 64, more=", CGALayout = [[0, 1]]")
+    assert local_shape(rows, (256, 64)) == local_shape(columns, (128, 128)) == (128, 64)
+    assert local_shape(tensor_memory(128, 64), (128, 64)) == (128, 64)
     assert tensor_memory_columns(rows, (256, 64), 32) == 256
     lane, _ = lanes_and_columns(rows, (256, 64), 32)
-    np.testing.assert_array_equal(lane[128:], lane[:128] + 128)
+    np.testing.assert_array_equal(lane[128:], lane[:128])  # each in the memory of its CTA
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "owner", "copies"),
+    [
+        ("#ttg.x<{CGALayout = [[1, 0], [0, 1]]}>", (2, 2), [[0, 2], [1, 3]], 0),
+        ("#ttg.x<{CGALayout = [[0, 1], [0, 0]]}>", (1, 2), [[0, 1]], 2),
+        ("#ttg.x<{CGALayout = [[1, 0], [2, 0]]}>", (3, 4, 1), [[[0], [1], [2], [3]]] * 3, 0),
+        ("#ttg.linear<{register = [[2]], block = [[1]]}>", (4,), [0, 1, 0, 1], 0),
+        ("#ttg.slice<{dim = 0, parent = #ttg.x<{CGALayout = [[1, 0]]}>}>", (2,), [0, 0], 1),
+        ("#ttg.slice<{dim = 0, parent = #ttg.x<{CGALayout = [[0, 1]]}>}>", (2,), [0, 1], 0),
+        ("#ttg.dot_op<{opIdx = 0, parent = #ttg.x<{CGALayout = [[0, 1]]}>}>", (1, 2), [[0, 0]], 1),
+        ("#ttg.x<{CGALayout = [[1]]}>", (1,), [0], 1),
+    ],
+)
+def test_an_element_has_an_owner_in_a_cluster_or_copies(layout, shape, owner, copies):
+    ranks, bits = holders(layout, shape, shape, (0,) * len(shape))
+    np.testing.assert_array_equal(ranks, owner)
+    assert bits & 1 == copies & 1
+    assert "], [" not in layout or bits & 2 == copies & 2

@@ -40,14 +40,22 @@ def invalidate_barrier(emitter: Emitter, op: Op) -> str:
 def arrive(emitter: Emitter, op: Op) -> str:
     """Arrivals on an mbarrier, under a predicate."""
     tile, *rest = emitter.operands(op)
-    return f"yield from rt.arrive(p, {tile}, {_number_after_operand(op)}, {optional(rest, 'True')})"
+    count, is_asked = _number_after_operand(op), optional(rest, "True")
+    ranks = f"{_bits(op, 'fromCTA')}, {_bits(op, 'multicastCTA')}"
+    return f"yield from rt.arrive(p, {tile}, {count}, {is_asked}, None, {ranks})"
+
+
+def _bits(op: Op, name: str) -> int | None:
+    """Return an attribute of an arrival that has bits of ranks, or None: it counts at its CTA."""
+    return None if op.attr(name) is None else op.int_attr(name)
 
 
 @emits("ttng.barrier_expect")
 def expect(emitter: Emitter, op: Op) -> str:
     """One arrival that announces bytes, under a predicate."""
     tile, *rest = emitter.operands(op)
-    return f"yield from rt.expect(p, {tile}, {_number_after_operand(op)}, {optional(rest, 'True')})"
+    size, is_asked = _number_after_operand(op), optional(rest, "True")
+    return f"yield from rt.arrive(p, {tile}, 1, {is_asked}, {size}, {_bits(op, 'fromCTA')})"
 
 
 @emits("ttng.wait_barrier")
@@ -66,11 +74,28 @@ def sync_warps(emitter: Emitter, op: Op) -> str:
 
 @emits("ttng.fence_async_shared")
 def fence(emitter: Emitter, op: Op) -> str:
-    """fence.proxy.async."""
-    return "rt.fence(p)"
+    """fence.proxy.async, of the CTA or of the cluster."""
+    return f"rt.fence(p, {op.attr('bCluster', 'false') == 'true'})"
+
+
+@emits("ttng.fence_mbarrier_init_release_cluster")
+def fence_initialisations(emitter: Emitter, op: Op) -> str:
+    """A fence that lets peers see which mbarriers are initialised."""
+    return "rt.fence_initialisations(p)"
+
+
+@emits("ttng.cluster_barrier")
+def meet_cluster(emitter: Emitter, op: Op) -> str:
+    """A barrier of the threads of all CTAs of a cluster."""
+    return f"yield from rt.meet_cluster(p, {op.attr('relaxed', 'false') == 'true'})"
 
 
 # ---------------------------------------------------------- TMA
+
+
+def is_multicast(op: Op) -> bool:
+    """Does an operation act on all CTAs that have copies of a tile?"""
+    return re.search(r"[{,]\s*multicast\s*[,}]", op.text) is not None
 
 
 def _tma_operands(emitter: Emitter, op: Op) -> tuple[str, list[str], list[str]]:
@@ -88,8 +113,8 @@ def tma_load(emitter: Emitter, op: Op) -> str:
     """A TMA load of a tile, which completes on an mbarrier."""
     descriptor, at, (tile, barrier, *rest) = _tma_operands(emitter, op)
     place = f"[{', '.join(at)}]"
-    is_asked = optional(rest, "True")
-    return f"yield from rt.tma_load(p, {descriptor}, {place}, {tile}, {barrier}, {is_asked})"
+    operands = f"{descriptor}, {place}, {tile}, {barrier}, {optional(rest, 'True')}"
+    return f"yield from rt.tma_load(p, {operands}, None, {is_multicast(op)})"
 
 
 @emits("ttng.async_tma_gather")
@@ -97,10 +122,8 @@ def tma_gather(emitter: Emitter, op: Op) -> str:
     """A TMA load of rows that an operand names."""
     descriptor, (rows, column), (tile, barrier, *rest) = _tma_operands(emitter, op)
     place = f"[0, {column}]"
-    is_asked = optional(rest, "True")
-    return (
-        f"yield from rt.tma_load(p, {descriptor}, {place}, {tile}, {barrier}, {is_asked}, {rows})"
-    )
+    operands = f"{descriptor}, {place}, {tile}, {barrier}, {optional(rest, 'True')}"
+    return f"yield from rt.tma_load(p, {operands}, {rows}, {is_multicast(op)})"
 
 
 @emits("ttng.async_tma_copy_local_to_global")

@@ -177,7 +177,6 @@ def rounded(expression: str, kind: str) -> str:
     "ttg.local_dealloc",
     "ttg.warp_return",
     "ttg.warp_yield",
-    "ttng.fence_mbarrier_init_release_cluster",
 )
 def ignored(emitter: Emitter, op: Op) -> None:
-    """Write nothing: warps of a partition are in step, CTAs run one after the other."""
+    """Write nothing: warps of a partition are in step, clusters run one after the other."""

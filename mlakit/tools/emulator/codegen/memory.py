@@ -75,11 +75,13 @@ def reinterpret(emitter: Emitter, op: Op) -> str:
 @emits("ttg.local_load")
 def local_load(emitter: Emitter, op: Op) -> str:
     """A load from shared memory through the generic proxy."""
-    return f"yield from rt.local_load(p, {emitter.operands(op)[0]})"
+    type = emitter.type_constant(op.result_type)
+    return f"yield from rt.local_load(p, {emitter.operands(op)[0]}, {type})"
 
 
 @emits("ttg.local_store")
 def local_store(emitter: Emitter, op: Op) -> str:
     """A store to shared memory through the generic proxy."""
     value, tile = emitter.operands(op)[:2]
-    return f"yield from rt.local_store(p, {value}, {tile})"
+    type = emitter.type_constant(op.operand_types()[0])
+    return f"yield from rt.local_store(p, {value}, {tile}, {type})"

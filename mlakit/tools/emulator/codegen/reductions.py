@@ -5,8 +5,10 @@ The region becomes a Python function that combines whole arrays of elements at o
 
 from __future__ import annotations
 
+from mlakit.tools.emulator.clusters import is_split
 from mlakit.tools.emulator.codegen.emitter import Emitter, emits
 from mlakit.tools.emulator.ir import Op, Unsupported
+from mlakit.tools.emulator.scanning import split_top
 
 
 def _combination(emitter: Emitter, op: Op, num_results: int) -> str:
@@ -22,9 +24,17 @@ def _combination(emitter: Emitter, op: Op, num_results: int) -> str:
     return name
 
 
+def _check_axis(emitter: Emitter, op: Op) -> None:
+    """Refuse to combine elements of several CTAs."""
+    first = split_top(op.types.split("->")[0].strip().strip("()"), ",")[0]
+    if is_split(emitter.type(first), op.int_attr("axis")):
+        raise Unsupported("a reduction or a scan of what several CTAs hold")
+
+
 @emits("tt.reduce")
 def reduce(emitter: Emitter, op: Op) -> None:
     """A reduction of one dimension of one or several tensors."""
+    _check_axis(emitter, op)
     combine = _combination(emitter, op, len(op.results))
     values = ", ".join(f"value({each})" for each in emitter.operands(op))
     emitter.write(f"out = reduce(({values},), {op.int_attr('axis')}, {combine})")
@@ -37,6 +47,7 @@ def reduce(emitter: Emitter, op: Op) -> None:
 @emits("tt.scan")
 def scan(emitter: Emitter, op: Op) -> None:
     """An inclusive scan along one dimension."""
+    _check_axis(emitter, op)
     combine = _combination(emitter, op, len(op.results))
     is_reverse = op.attr("reverse", "false") == "true"
     values = ", ".join(f"value({each})" for each in emitter.operands(op))

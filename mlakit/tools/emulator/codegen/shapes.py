@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from mlakit.tools.emulator import dtypes
+from mlakit.tools.emulator.clusters import stays
 from mlakit.tools.emulator.codegen.emitter import Emitter, emits, numpy_name
-from mlakit.tools.emulator.ir import Op
+from mlakit.tools.emulator.ir import Op, Unsupported
 
 
 @emits("tt.splat", "tt.unsplat", "tt.reshape", "tt.expand_dims", "tt.trans", "tt.broadcast")
@@ -77,6 +78,9 @@ def make_range(emitter: Emitter, op: Op) -> str:
 @emits("ttg.convert_layout")
 def convert_layout(emitter: Emitter, op: Op) -> str:
     """The same tensor in other threads."""
+    types = emitter.type(op.source_type), emitter.type(op.result_type)
+    if not stays(*types, emitter.module.num_ctas):
+        raise Unsupported("a layout that needs elements of another CTA")
     source, target = emitter.type_constant(op.source_type), emitter.type_constant(op.result_type)
     return f"rt.convert({emitter.operands(op)[0]}, {source}, {target}, p.num_warps)"
 

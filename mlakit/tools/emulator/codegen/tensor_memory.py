@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from mlakit.tools.emulator.codegen.asynchronous import is_multicast
 from mlakit.tools.emulator.codegen.emitter import Emitter, emits, optional, rounded
 from mlakit.tools.emulator.ir import SSA, Op, Unsupported
 
@@ -68,25 +69,32 @@ def mma(emitter: Emitter, op: Op) -> None:
         for barrier, predicate in barriers
     )
     is_in_tensor_memory = "tensor_memory" in emitter.type(op.operand_types()[0]).space
-    operands = f"{a}, {b}, {d}, {uses_d}, {is_asked}"
-    emitter.write(f"yield from rt.mma(p, {operands}, [{pairs}], {is_in_tensor_memory})")
+    operands = f"{a}, {b}, {d}, {uses_d}, {is_asked}, [{pairs}], {is_in_tensor_memory}"
+    is_pair = "two_ctas" in found.group(6)
+    emitter.write(f"yield from rt.mma(p, {operands}, {is_pair}, {is_multicast(op)})")
     emitter.assign_tokens(op.results)
 
 
 @emits("ttng.tc_gen5_commit")
 def commit(emitter: Emitter, op: Op) -> None:
-    """An arrival when all tcgen05 operations so far are complete, under a predicate."""
-    barrier, *rest = (emitter.variable(each) for each in SSA.findall(op.text.split("descs")[0]))
+    """An arrival when all tcgen05 operations so far are complete, under a predicate.
+
+    `descs` are the tiles that these have read: CTAs that have copies of them are told, too.
+    """
+    before, _, after = op.text.partition("descs")
+    barrier, *rest = (emitter.variable(each) for each in SSA.findall(before))
+    tiles = ", ".join(emitter.variable(each) for each in SSA.findall(after))
     emitter.write("yield")
     guard = f"if {rest[0]}: " if rest else ""
-    emitter.write(f"{guard}rt.commit(p, {barrier})")
+    emitter.write(f"{guard}rt.commit(p, {barrier}, {emitter.module.has_pairs}, [{tiles}])")
 
 
 @emits("ttng.tmem_copy")
 def copy(emitter: Emitter, op: Op) -> str:
     """A copy from shared to tensor memory."""
     source, target = emitter.operands(op)[:2]
-    return f"yield from rt.copy_to_tensor_memory(p, {source}, {target})"
+    is_pair = emitter.module.has_pairs
+    return f"yield from rt.copy_to_tensor_memory(p, {source}, {target}, {is_pair})"
 
 
 @emits("ttng.packed_arith")
