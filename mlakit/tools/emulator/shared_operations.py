@@ -79,7 +79,7 @@ class SharedOperations:
         for part, some in self._parts(p, tile, type):
             self.machine.check_read(part, p.access(), some)
             values = part.read(some)
-            out = values if out is None else np.where(some, values, out)
+            out = values if out is None or some is None else np.where(some, values, out)
         return out
 
     def local_store(self, p: Partition, value: Any, tile: MemDesc, type: Type) -> Coroutine:
