@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -180,16 +180,25 @@ def alone(folder: str) -> Iterator[None]:
     """Hold a lock on the cache: of the ranks of an engine one compiles, and the others wait."""
     import fcntl  # Triton is for systems that have it
 
-    with open(os.path.join(folder, LOCK), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as scope:
+        with written(folder):
+            file = scope.enter_context(open(os.path.join(folder, LOCK), "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def check_writable(folder: str) -> None:
-    try:
+    with written(folder):
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**20))
+
+
+@contextmanager
+def written(folder: str) -> Iterator[None]:
+    """Raise `WarmupError` where the cache cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise WarmupError(f"Triton's cache {folder} cannot be written: {error.strerror}") from None
 
@@ -224,7 +233,7 @@ def compile_all(
             worker.stop()
         pool.shutdown()
     if errors:
-        raise WarmupError(f"a kernel cannot be compiled: {errors[0]}")
+        raise WarmupError(f"a kernel cannot be compiled into {private.cache_folder()}: {errors[0]}")
 
 
 @contextmanager
@@ -237,6 +246,10 @@ def progress(total: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    # in a file the bar would leave an empty line
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=total)
         yield lambda: bar.advance(task)

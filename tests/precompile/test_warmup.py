@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,26 +226,61 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch):
         call()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", ["file/cache", "/dev/full/cache"])
-def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(folder, tmp_path):
-    (tmp_path / "file").touch()
+def failing_command(cache: Path, *options: str, **environment: str) -> str:
+    """The one line that `mlakit warmup` prints where it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "mlakit", "warmup", "deepseek-v3", "--arch", "sm_90"],
+        [sys.executable, "-m", "mlakit", "warmup", "deepseek-v3", "--arch", "sm_90", *options],
         env={
             **os.environ,
             "TRITON_INTERPRET": "0",
             "PYTHONPATH": str(ROOT),
-            "TRITON_CACHE_DIR": str(tmp_path / folder),
+            "TRITON_CACHE_DIR": str(cache),
+            **environment,
         },
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: Triton's cache cannot be used: ")
-    assert done.stderr.count("\n") == 1
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["file/cache", "/dev/full/cache"])
+def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(folder, tmp_path):
+    (tmp_path / "file").touch()
+    error = failing_command(tmp_path / folder)
+    assert error.startswith("Error: Triton's cache cannot be used: ")
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_while_kernels_are_compiled_is_an_error_of_one_line(tmp_path):
+    error = failing_command(
+        tmp_path, "--jobs", "2", TRITON_CACHE_MANAGER="tests.precompile.full_disk:FullDisk"
+    )
+    assert error == (
+        f"Error: a kernel cannot be compiled into {tmp_path}: "
+        "OSError: [Errno 28] No space left on device\n"
+    )
+    # kernels were being compiled, and none of them counts as done
+    assert list(tmp_path.glob("*/*.ptx"))
+    assert not list(tmp_path.glob("*/__grp__*"))
+
+
+@pytest.mark.parametrize("begin", [run.check_writable, run.alone])
+def test_a_disk_that_is_full_before_is_an_error_that_names_the_cache(begin, tmp_path, monkeypatch):
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(run, "open", full, raising=False)
+    with (
+        pytest.raises(WarmupError, match=f"{tmp_path} cannot be written: No space left on device"),
+        begin(str(tmp_path)) or nullcontext(),
+    ):
+        pass
 
 
 @pytest.mark.slow
