@@ -3,6 +3,7 @@
     python scripts/engines/compare.py run OUT                          every scenario
     python scripts/engines/compare.py run OUT --only 'tokens*,speed'   scenarios by their names
     python scripts/engines/compare.py report OUT                       tables of what is there
+    python scripts/engines/compare.py report OUT OUT2 OUT3             with the steps of all runs
 
 `run` needs vLLM, or SGLang for scenarios with its name, and one GPU. It writes small checkpoints
 with random weights to OUT/models, starts a process for each scenario, model and backend, and leaves
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from logs import telling
-from report import Results, is_ours, report, save
+from report import Results, is_ours, pooled, report, save
 from rich.console import Console
 from rich.progress import track
 
@@ -358,13 +359,15 @@ def main() -> None:
     runner.add_argument("--limit", type=int, default=600, help="seconds for one process")
     runner.add_argument("--engine", default="{}", help="more engine arguments, as JSON")
     reporter = commands.add_parser("report", help="tables of the results that are there")
-    reporter.add_argument("out", type=Path)
+    reporter.add_argument(
+        "out", type=Path, nargs="+", help="of runs; decode steps are those of all of them"
+    )
     reporter.add_argument("--save", type=Path, help="write FILE-SCENARIO.json as mlakit bench does")
     asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
     if asked.command == "run":
+        asked.out.mkdir(parents=True, exist_ok=True)
         sys.exit(1 if run(asked.out, asked) else 0)
-    found = results(asked.out)
+    found = pooled([results(out) for out in asked.out])
     if asked.save:
         save(found, asked.save, COMMAND)
     sys.exit(1 if report(found) else 0)

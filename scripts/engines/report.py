@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, groupby
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -115,6 +116,25 @@ def largest_difference(runs: dict[str, list[dict[str, Any]]], index: int) -> Dif
     return max((difference(*pair) for pair in pairs), key=lambda each: each.mean, default=None)
 
 
+def pooled(runs: list[Results]) -> Results:
+    """Return several runs as the first, whose decode steps are those of all of their processes.
+
+    Steps of one process are alike, and those of another process of the same backend are not: only
+    several processes show how much.
+    """
+    first, *others = runs
+    for key, by_backend in first.items():
+        for backend, result in by_backend.items():
+            for other in others:
+                tasks = other.get(key, {}).get(backend, {}).get("tasks", ())
+                for mine, its in zip(result["tasks"], tasks, strict=False):
+                    if mine["task"]["kind"] == "speed":
+                        mine["all_ms"] += its["all_ms"]
+                        for op, us in mine.get("host_us", {}).items():
+                            us += its.get("host_us", {}).get(op, [])
+    return first
+
+
 def own_kernels() -> re.Pattern[str]:
     """Match the names of mlakit's kernels."""
     import mlakit
@@ -132,8 +152,9 @@ def own_kernels() -> re.Pattern[str]:
 # the largest one, which is of one token among thousands
 MEAN_LIMIT = 1.15
 ATTENTION_OP, STEP_OP, FIRST_TOKEN_OP = "attention", "step", "first_token"
+HOST_OPS = ("metadata", "replay")  # parts of a step on the host, which explain it
 # the most that ours may take, of the best other backend's time, and of the memory before a soak
-LIMITS = {ATTENTION_OP: 1.0, STEP_OP: 1.01, FIRST_TOKEN_OP: 1.0}
+LIMITS = {ATTENTION_OP: 1.0, STEP_OP: 1.01, FIRST_TOKEN_OP: 1.0} | dict.fromkeys(HOST_OPS, inf)
 MANY_HEADS_LIMIT = 0.97
 MEMORY_LIMIT = 1.01
 # of the engine's own backends: attention, its metadata on the device, cache, indexer, selection
@@ -220,13 +241,15 @@ def times_of(found: Results) -> Iterator[Times]:
     """Yield the times of ours beside those of other backends."""
     own = own_kernels()
     for (scenario, model), by_backend in found.items():
-        made: dict[tuple[str, str, int], dict[str, Spread]] = {}
+        made: dict[tuple[str, str], dict[str, tuple[int, Spread]]] = {}
         for backend, result in by_backend.items():
             for each in result["tasks"]:
                 for op, workload, rounds, us in timed(each, own):
-                    made.setdefault((op, f"{model}-{workload}", rounds), {})[backend] = us
-        for (op, workload, rounds), spreads in made.items():
-            if any(map(is_ours, spreads)) and not all(map(is_ours, spreads)):
+                    made.setdefault((op, f"{model}-{workload}"), {})[backend] = rounds, us
+        for (op, workload), times in made.items():
+            if any(map(is_ours, times)) and not all(map(is_ours, times)):
+                rounds = min(rounds for rounds, _ in times.values())
+                spreads = {backend: us for backend, (_, us) in times.items()}
                 yield Times(scenario, op, workload, rounds, spreads)
 
 
@@ -240,9 +263,12 @@ def timed(result: dict[str, Any], own: re.Pattern[str]) -> Iterator[tuple[str, s
         workload = f"b{task['batch']}-{task['context']}"
         times = [1e3 * ms for ms in result.get("all_ms") or [result["step_ms"]]]
         yield STEP_OP, workload, len(times), Spread.of(times)
+        for op in HOST_OPS:
+            if any(us := result.get("host_us", {}).get(op, ())):
+                yield op, workload, len(us), Spread.of(us)
         if result.get("kernels", {}).get("runs"):
-            us = attention_us(result["kernels"], own)
-            yield ATTENTION_OP, workload, 1, Spread(us, us, us)
+            total = attention_us(result["kernels"], own)
+            yield ATTENTION_OP, workload, 1, Spread(total, total, total)
 
 
 def report(found: Results) -> int:

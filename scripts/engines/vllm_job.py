@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import mlakit
 
 FIRST_TOKEN = 2  # smaller ones begin and end a text
 WARM_STEPS = 4
+HOST_STEPS = 48  # steps in which parts of the host's work are timed
 PROFILED_STEPS = 4
 
 
@@ -141,13 +142,13 @@ def finished(output: Any) -> dict[str, Any]:
 
 
 def speed(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of a decode step, and the kernels in some more, for one batch.
+    """Milliseconds of a decode step, and in some more parts of the host's work and the kernels.
 
     batch, context  requests, each with a prompt of its own, and tokens of each
     steps           how many are timed
     """
     batch, context = task["batch"], task["context"]
-    new = task["steps"] + WARM_STEPS + PROFILED_STEPS + 2 * batch + 8
+    new = task["steps"] + WARM_STEPS + HOST_STEPS + PROFILED_STEPS + 2 * batch + 8
     names = [
         engine.add(prompt, new)
         for prompt in prompts(task.get("seed", 0), [context] * batch, engine.vocabulary)
@@ -164,13 +165,80 @@ def speed(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
         engine.step()
         times.append(1e3 * (time.perf_counter() - start))
     synchronize()
+    host = host_times(engine)
     kernels = profiled(engine)
     engine.abort(names)
     return {
         "step_ms": statistics.median(times),
         "all_ms": times,
+        "host_us": host,
         "kernels": kernels,
     }
+
+
+def host_times(engine: Engine) -> dict[str, list[float]]:
+    """Microseconds of each of HOST_STEPS steps that the host spends on parts of it.
+
+    metadata  the attention backend's own metadata
+    replay    the launch of CUDA graphs
+    """
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+    parts = {
+        "metadata": (Clock(), [(each, "build") for each in subclasses(AttentionMetadataBuilder)]),
+        "replay": (Clock(), [(torch.cuda.CUDAGraph, "replay")]),
+    }
+    found: dict[str, list[float]] = {part: [] for part in parts}
+    with ExitStack() as scope:
+        for clock, methods in parts.values():
+            for owner, name in methods:
+                if name in vars(owner):
+                    scope.enter_context(timed(clock, owner, name))
+        for _ in range(HOST_STEPS):
+            engine.step()
+            for part, (clock, _) in parts.items():
+                found[part].append(1e6 * clock.take())
+    return found
+
+
+def subclasses(base: type) -> set[type]:
+    """Return all loaded classes below a class."""
+    return set().union(*({each} | subclasses(each) for each in base.__subclasses__()))
+
+
+class Clock:
+    """Seconds in some methods; in those that one of them calls, they count once."""
+
+    def __init__(self) -> None:
+        self.seconds, self.is_running = 0.0, False
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+@contextmanager
+def timed(clock: Clock, owner: Any, name: str) -> Iterator[None]:
+    """Let a clock run in a method of a class."""
+    own = vars(owner)[name]
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        if clock.is_running:
+            return own(*arguments, **named)
+        clock.is_running = True
+        start = time.perf_counter()
+        try:
+            return own(*arguments, **named)
+        finally:
+            clock.seconds += time.perf_counter() - start
+            clock.is_running = False
+
+    setattr(owner, name, called)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
 
 
 def profiled(engine: Engine) -> dict[str, Any]:

@@ -8,10 +8,12 @@ import sys
 import time
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from mlakit.tools.bench.measure import Spread
 from tests.paths import ROOT
 
 FOLDER = ROOT / "scripts/engines"
@@ -101,6 +103,62 @@ def test_a_step_and_its_attention_each_have_a_best_other_backend():
     rows = {row.implementation: row for row in attention.rows()}
     assert rows["mlakit"].speedup is None
     assert rows["TRITON_MLA"].speedup.p50 == pytest.approx(1.5)
+
+
+def test_several_processes_are_one_with_the_steps_of_all():
+    def of_run(ms: float, replay: float) -> Any:
+        ours = steps(ms, {"mla_decode_kernel": 400}) | {"host_us": {"replay": [replay]}}
+        other = steps(1.0, {"flash_fwd_splitkv_mla_kernel": 500}) | {"host_us": {"replay": [25.0]}}
+        return {("speed", "v3-h16"): {"MLAKIT": {"tasks": [ours]}, "FLASHMLA": {"tasks": [other]}}}
+
+    second = of_run(1.5, 40.0)
+    del second["speed", "v3-h16"]["FLASHMLA"]  # a run that was cut off
+    found = report.pooled([of_run(1.0, 20.0), second, {}])
+    made = {each.op: each for each in report.times_of(found)}
+    assert made["step"].us["MLAKIT"] == Spread.of([1000.0, 1000.0, 1500.0, 1500.0])
+    assert made["replay"].us["MLAKIT"] == Spread.of([20.0, 40.0])
+    assert made["step"].rounds == 2
+    assert report.report(found) == 1  # the steps; parts of the host have no limit
+
+
+def test_the_host_of_a_step_is_timed_in_its_parts(monkeypatch):
+    now = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    class Builder:
+        pass
+
+    class Own(Builder):
+        def build(self) -> None:
+            take(0.5)
+
+    class Derived(Own):
+        def build(self) -> None:
+            super().build()  # counts once
+            take(0.25)
+
+    def step() -> None:
+        take(8.0)
+        Derived().build()
+        torch.cuda.CUDAGraph.replay(None)
+
+    backend = ModuleType("vllm.v1.attention.backend")
+    backend.AttentionMetadataBuilder = Builder
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: take(2.0))
+    monkeypatch.setattr(vllm_job, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(vllm_job, "HOST_STEPS", 3)
+    own = Own.build
+    assert vllm_job.host_times(SimpleNamespace(step=step)) == {
+        "metadata": [0.75e6] * 3,
+        "replay": [2e6] * 3,
+    }
+    assert Own.build is own
 
 
 def test_kernels_that_run_at_once_count_once():
