@@ -168,6 +168,8 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
         )
         first = self.compilation_config.static_forward_context[layer_names[0]]
         self.dcp_rank: int = first.impl.dcp_rank
+        # to ask vLLM for a name takes 9 us, so that no step does
+        self.is_batch_invariant = bool(seams.batch_invariant)
         self.num_splits = bounded_splits(kv_cache_spec, layer_names[0], vllm_config, device)
         warm_up(kv_cache_spec, layer_names[0], vllm_config, device)
 
@@ -184,7 +186,9 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
         max_query_len: int | None = None,
     ) -> DecodeMetadata:
         if max_query_len is None:  # vLLM before 0.31
-            max_query_len = int(query_start_loc_cpu.diff().max())
+            # without drafts a request that counts as decode has one query at most
+            has_drafts = self.reorder_batch_threshold > 1
+            max_query_len = int(query_start_loc_cpu.diff().max()) if has_drafts else 1
         shard = None
         if self.dcp_world_size > 1:
             interleave = seams.interleave(self.vllm_config)
@@ -195,7 +199,7 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
             query_start_loc_device,
             max_query_len,
             num_decode_tokens,
-            is_batch_invariant=bool(seams.batch_invariant),
+            is_batch_invariant=self.is_batch_invariant,
             num_splits=self.num_splits,
             global_seq_lens=dcp_tot_seq_lens_device,
             shard=shard,

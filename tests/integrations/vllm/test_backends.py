@@ -255,6 +255,41 @@ def test_the_cache_update_takes_the_bytes_of_an_fp8_layer():
     assert bool(((row - want).abs() <= 0.07 * want.abs() + 0.01).all())
 
 
+def decode_batch_of(monkeypatch: pytest.MonkeyPatch, threshold: int, **given: Any) -> Any:
+    """The batch of a decode step whose metadata are built without asking vLLM for a name."""
+    from mlakit.integrations.vllm.dense import DenseMetadataBuilder
+
+    builder = DenseMetadataBuilder.__new__(DenseMetadataBuilder)
+    fields = {"dcp_world_size": 1, "is_batch_invariant": False, "num_splits": None}
+    vars(builder).update(fields, reorder_batch_threshold=threshold)
+    monkeypatch.setitem(vars(seams), "__getattr__", lambda name: pytest.fail(f"asks for {name}"))
+    made = {
+        "block_table_tensor": torch.zeros(2, 3, dtype=torch.int32),
+        "seq_lens_device": torch.tensor([5, 9], dtype=torch.int32),
+        "max_seq_len": 9,
+        "dcp_tot_seq_lens_device": None,
+    }
+    return builder._build_decode(**(made | given)).batch
+
+
+def test_a_step_without_drafts_is_built_from_no_lengths_of_queries(monkeypatch):
+    begins = starts([1, 1], CPU)
+    given = {"query_start_loc_device": begins, "num_decode_tokens": 2}
+    for lengths in ({"max_query_len": 1}, {}):  # vLLM from 0.31 on, and before
+        unread = {"query_start_loc_cpu": None} | given | lengths
+        assert decode_batch_of(monkeypatch, 1, **unread).q_starts is None
+
+
+@pytest.mark.parametrize(("q_lens", "has_starts"), [([1, 3], True), ([1, 1], False)])
+def test_a_step_with_drafts_has_the_starts_of_its_requests(q_lens, has_starts, monkeypatch):
+    begins = starts(q_lens, CPU)
+    given = {"query_start_loc_cpu": begins, "query_start_loc_device": begins}
+    for lengths in ({"max_query_len": max(q_lens)}, {}):
+        tokens = {"num_decode_tokens": sum(q_lens)}
+        batch = decode_batch_of(monkeypatch, 4, **given, **tokens, **lengths)
+        assert (batch.q_starts is begins) == has_starts
+
+
 @pytest.mark.parametrize("backend", ["dense", "sparse"])
 @pytest.mark.parametrize("feature", ["alibi_slopes", "sliding_window", "logits_soft_cap"])
 def test_features_that_the_ops_have_not_are_refused(backend, feature):
