@@ -165,7 +165,7 @@ def prefill_problem(
         uses.append(Use.CONTIGUOUS_KEYS)
     elif not _has_pitch(v):
         uses.append(Use.UNALIGNED_VALUES)
-    if any(scale is not None and scale.stride(0) != 0 for scale in key_scales):
+    if any(scale is not None and scale.numel() and scale.stride(0) for scale in key_scales):
         uses.append(Use.SCALES_OF_KEYS)
     return Problem(
         *device_facts(q.device),

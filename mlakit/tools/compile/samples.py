@@ -1,8 +1,9 @@
 """Shorter lists of compile checks, for one more version of Triton.
 
-A sample has every kernel, but few of its configurations. CI compiles all configurations of the
-Gluon kernels with the oldest Triton, where they take less time, and all portable ones with the
-newest; of the others a sample.
+A sample has every kernel, but few of its configurations. CI compiles all configurations of
+Hopper's kernels with the oldest Triton, where they take less time, and all portable ones with the
+newest; of the others a sample. Blackwell's need the newest Triton, and CI compiles each of them for
+one of its architectures in turn: their machine code differs in the name of the target alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Literal, TypeAlias, get_args
 
 from mlakit.dispatch.names import one_of
 from mlakit.tools.compile.configurations import (
+    BLACKWELL,
+    BLACKWELL_ARCHS,
     EVERYWHERE,
     HOPPER,
     HOPPER_ARCH,
@@ -52,5 +55,11 @@ def checks_with_sample(part: str) -> list[tuple[str, int]]:
         raise ValueError(f"--sample must be {one_of(PARTS)}, got {part!r}")
     whole = [each for each in named_checks() if (each[0] in HOPPER) != (part == "hopper")]
     if part == "hopper":
-        return [*whole, *((name, HOPPER_ARCH) for name in OF_HOPPER)]
+        others = [each for each in whole if each[0] not in BLACKWELL]
+        in_turn = [(name, BLACKWELL_ARCHS[i % 2]) for i, name in enumerate(BLACKWELL)]
+        return [
+            *others,
+            *(each for each in whole if each in in_turn),
+            *((name, HOPPER_ARCH) for name in OF_HOPPER),
+        ]
     return [*((name, HOPPER_ARCH) for name in OF_PORTABLE), *whole]

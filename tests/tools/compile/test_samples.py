@@ -35,16 +35,27 @@ def test_a_sample_has_every_portable_op():
 
 def test_of_the_other_part_nothing_is_left_out():
     hopper, portable = (set(samples.checks_with_sample(part)) for part in samples.PARTS)
-    assert hopper | portable == {
-        *configurations.named_checks(),
+    blackwell = {each for each in configurations.named_checks() if each[1] == 103}
+    assert (hopper | portable) - blackwell == {
+        *((name, arch) for name, arch in configurations.named_checks() if arch != 103),
         *((name, configurations.HOPPER_ARCH) for name in samples.OF_PORTABLE),
-    }
+    } - {(name, 100) for name, _ in hopper & blackwell}
     in_hopper = {each for each in hopper | portable if each[0] in configurations.HOPPER}
     assert in_hopper <= portable  # every configuration of Hopper, where the others are sampled
     assert hopper & in_hopper == {(name, 90) for name in samples.OF_HOPPER}
     assert {name for name, arch in portable if arch != 90} == set()
     for checks in map(samples.checks_with_sample, samples.PARTS):
         assert len(checks) == len(set(checks))
+
+
+def test_blackwells_architectures_take_turns(monkeypatch):
+    monkeypatch.setattr(configurations, "why_not_triton", lambda: None)
+    known = configurations.BLACKWELL
+    checks = [each for each in samples.checks_with_sample("hopper") if each[0] in known]
+    for arch in configurations.BLACKWELL_ARCHS:
+        ops = {known[name].op for name, each in checks if each == arch}
+        assert ops == {case.op for case in known.values()}
+    assert [name for name, _ in checks] == list(known)
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

@@ -10,11 +10,8 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    fence_async_shared,
-    fma2,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier
 
 from mlakit.kernels.blackwell.indexer.products import PART, WARPGROUPS
 from mlakit.kernels.hopper.device.compat import record, reinterpret
@@ -93,7 +90,7 @@ def _sum_heads(scores, weights, CHUNKS: gl.constexpr, TOKEN: gl.constexpr, COLUM
         chunk = scores.slice(COLUMN + i * CHUNK, CHUNK).load()
         terms = _quarters(gl.maximum(chunk, 0.0, propagate_nan=ANY_NAN))  # a NaN stays one
         for j in gl.static_range(4):
-            sums = fma2(terms[j], weights[4 * (TOKEN * CHUNKS + i) + j], sums)
+            sums = blackwell.fma2(terms[j], weights[4 * (TOKEN * CHUNKS + i) + j], sums)
     return gl.sum(sums, 1)
 
 
