@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from mlakit.dispatch import knobs
@@ -140,7 +141,7 @@ def test_a_launch_hook_is_called_at_every_launch(op, monkeypatch):
     call = op()
     for _ in range(4):
         call(values())
-    runtime = launching.triton.knobs.runtime
+    runtime = triton.knobs.runtime
     monkeypatch.setattr(runtime.launch_enter_hook, "calls", [print])
     call(values())
     assert call.ran == 3
