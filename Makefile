@@ -1,7 +1,7 @@
 # Everything a newcomer needs: `make demo` runs the library, `make quick` checks a change in a few
 # minutes, `make test` runs the tests (under 10 minutes); `make test-all` also runs more formats and
 # sizes in Triton's interpreter and compiles every GPU kernel, with the newest Triton and the oldest
-# (under 35 minutes in all). `make compile-all` compiles every configuration with both.
+# (about 40 minutes in all). `make compile-all` compiles every configuration with both.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
