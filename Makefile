@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` runs the library, `make quick` checks a change in a few
-# minutes, `make test` runs the tests (under 10 minutes); `make test-all` also runs more formats and
+# minutes, `make test` runs the tests (about 12 minutes); `make test-all` also runs more formats and
 # sizes in Triton's interpreter and compiles every GPU kernel, with the newest Triton and the oldest
 # (about 40 minutes in all). `make compile-all` compiles every configuration with both.
 PYTHON ?= python3
@@ -85,9 +85,9 @@ unit: $(INSTALLED)
 thorough: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) --thorough -m thorough
 
-# Gluon kernels in the emulator: all configurations with two seeds, Blackwell's with many lengths,
-# the cases of their mutants, and some mutants; with the oldest Triton a sample. Under 7 minutes on 2
-# cores
+# Gluon kernels in the emulator: Hopper's configurations with two seeds, Blackwell's with one and
+# with many lengths, the cases of their mutants, and some mutants; with the oldest Triton a sample.
+# Under 7 minutes on 2 cores
 emulate: $(INSTALLED) $(OLDEST_INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "fault or sample or not (mutant or mistake)" \
 	  tests/tools/emulator

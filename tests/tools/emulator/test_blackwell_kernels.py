@@ -53,11 +53,10 @@ def emulate_and_allocate(name: str) -> tuple[harness.Outcome, list[str]]:
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", BLACKWELL)
-def test_no_configuration_has_a_fault_with_any_seed(name, in_emulator):
-    """With two seeds; `make emulate-all` has five, and docs/data/emulated.json records them."""
-    for seed in harness.SEEDS:
-        outcome = in_emulator(harness.emulate, name, seed)
-        assert outcome.passed, str(outcome)
+def test_no_configuration_has_a_fault(name, in_emulator):
+    """With one seed; `make emulate-all` has five, and docs/data/emulated.json records them."""
+    outcome = in_emulator(harness.emulate, name, 1)
+    assert outcome.passed, str(outcome)
 
 
 def fewest_keys(heads: int) -> harness.Outcome:
