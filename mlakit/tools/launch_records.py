@@ -42,7 +42,7 @@ class LaunchRecord:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What records that become one have in common."""
+        """Return what records that become one have in common."""
         return tuple(getattr(self, name) for name in KEY)
 
 

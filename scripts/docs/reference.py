@@ -293,7 +293,7 @@ def examples() -> dict[int, Example]:
 
 
 def _used(code: str) -> Iterator[object]:
-    """What an example imports from mlakit, and the attributes that it reads of that."""
+    """Return what an example imports from mlakit, and the attributes that it reads of that."""
     nodes, bound = list(ast.walk(ast.parse(code))), {"mlakit": importlib.import_module("mlakit")}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "mlakit":

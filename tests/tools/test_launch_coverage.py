@@ -39,7 +39,7 @@ def problem(**fields: object) -> Problem:
 
 
 def described(case: Case) -> Problem:
-    """What dispatch sees of a launch whose tensors are packed."""
+    """Return what dispatch sees of a launch whose tensors are packed."""
     if isinstance(case, ScaledMatmulCase):
         shape = ProductShape(max(case.batch, 1), case.m, case.n, case.k, case.n_group, case.k_group)
         return problem(dtype=str(DTYPES[case.out_dtype]), product=shape)

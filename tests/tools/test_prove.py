@@ -186,7 +186,7 @@ def test_configurations_run_with_little_work_with_more_and_with_other_code():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse-h64-bf16", "decode-h64-bf16", "prefill-192-128"])
 def test_all_cases_of_a_configuration_run_the_kernel_that_it_proves(name, monkeypatch):
-    """So also those with more work and with other code."""
+    """A check also runs cases with more work and with other code."""
     monkeypatch.setattr(prove, "SEEDS", (0,))
     monkeypatch.setattr(support, "version", lambda package: "3.9.0")
     case = BLACKWELL[f"blackwell-{name}"]

@@ -168,7 +168,7 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
         )
         first = self.compilation_config.static_forward_context[layer_names[0]]
         self.dcp_rank: int = first.impl.dcp_rank
-        # to ask vLLM for a name takes 9 us, so that no step does
+        # asked for once: vLLM reads its environment at every look, which each step would wait for
         self.is_batch_invariant = bool(seams.batch_invariant)
         self.num_splits = bounded_splits(kv_cache_spec, layer_names[0], vllm_config, device)
         warm_up(kv_cache_spec, layer_names[0], vllm_config, device)

@@ -159,8 +159,11 @@ class PrefillFp8Case(PrefillCase):
         sink: Tensor | None,
         product: Product,
     ) -> tuple[Tensor, Tensor]:
-        """What a kernel with probabilities of e4m3 loses: scores are those of `product`,
-        probabilities are wrong by `HALF_ROUNDING`. float32: (out of each draw of signs, lse)."""
+        """Run attention as a kernel with probabilities of e4m3 loses digits, in float32.
+
+        Scores are those of `product`, and probabilities are wrong by `HALF_ROUNDING`. Returns
+        (out of each draw of signs, lse).
+        """
         q, k_nope, k_rope, v = tensors
         values = _dequantised(v, scales.get("v_scale")).float().nan_to_num()
         own = torch.Generator("cpu").manual_seed(0)
